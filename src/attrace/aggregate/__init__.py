@@ -1,0 +1,1 @@
+"""Tokens to words, heads to one map, patches to pixels."""

@@ -1,0 +1,1 @@
+"""Programs: parse, call the api, print."""

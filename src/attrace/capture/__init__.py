@@ -1,0 +1,1 @@
+"""A model and its inputs -> Trace.  One file per seam."""

@@ -1,0 +1,1 @@
+"""Attribution and predictions -> numbers.  One file per measure."""

@@ -1,0 +1,1 @@
+"""The layers for PyTorch."""

@@ -1,0 +1,1 @@
+"""Trace -> scores per token.  One file per method, one registry."""

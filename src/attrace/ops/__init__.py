@@ -1,0 +1,1 @@
+"""Pure array functions: each operation with its plain reference beside the fast paths."""

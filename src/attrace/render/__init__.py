@@ -1,0 +1,1 @@
+"""Attribution -> terminal, HTML, JSON.  Imports no framework."""

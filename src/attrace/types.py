@@ -47,6 +47,10 @@ class AttentionOp(Protocol):
         """Transposed fused map times r: (B, Q) -> (B, T), or (B, Q, M) -> (B, T, M)."""
         ...
 
+    def fused(self, heads: Heads = "mean") -> Any:
+        """The head-fused map, (B, Q, T)."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class Token:

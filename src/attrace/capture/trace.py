@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from attrace.errors import CaptureError, InputError, ShapeError
@@ -57,7 +59,7 @@ class Trace:
     def rollout(
         self,
         *,
-        target: int | Sequence[int] | Tensor | None = None,
+        target: int | Sequence[int] | Tensor | NDArray[Any] | None = None,
         source: int | Sequence[int] | None = None,
         segments: Sequence[tuple[int, int]] | None = None,
         residual: float = 0.5,
@@ -70,7 +72,7 @@ class Trace:
         """Rollout of the recorded layers, streamed over blocks of rows (Abnar and Zuidema 2020, sec. 4).
 
         One question at a time: `target` is a token position -> its row (B, n), several positions -> (B, k, n), or
-        a row to start from, (n,) or (B, n), as a float tensor -> (B, n).  `source` is a position -> its column
+        a row to start from, (n,) or (B, n), as a float array -> (B, n).  `source` is a position -> its column
         (B, n), or several -> (B, k, n).  `segments` are (start, stop) token ranges -> (B, n, M), the share of
         each in every position.  None of them: the whole map (B, n, n).
 
@@ -95,8 +97,8 @@ class Trace:
         top = ops[-1]
         eye = torch.eye(n, dtype=top.dtype, device=top.device).expand(batch, n, n)
         if target is not None:
-            if isinstance(target, Tensor) and target.is_floating_point():
-                start = _start_row(target, batch, n).to(top.device, top.dtype)
+            if isinstance(target, Tensor | np.ndarray) and torch.as_tensor(target).is_floating_point():
+                start = _start_row(torch.as_tensor(target), batch, n).to(top.device, top.dtype)
                 return target_rows(ops, start[..., None], mixing, tolerance=tolerance).squeeze(-1)
             rows = target_rows(ops, eye[..., positions(target, n)], mixing, tolerance=tolerance)
             return rows.squeeze(-1) if isinstance(target, int) else rows.transpose(1, 2)

@@ -47,6 +47,10 @@ class AttentionOp(Protocol):
         """Transposed fused map times r: (B, Q) -> (B, T), or (B, Q, M) -> (B, T, M)."""
         ...
 
+    def fused(self, heads: Heads = "mean") -> Any:
+        """The head-fused map, (B, Q, T)."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class Token:
@@ -139,3 +143,47 @@ class Attribution:
     """What the reader must know: a method chosen for a reason, a collapse, a truncated text."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """How it was made: residual, heads, layers, seed, versions; JSON values only."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What a method may be told."""
+
+    heads: Heads = "mean"
+    residual: float = 0.5
+    discard: float = 0.0
+    layers: tuple[int, ...] | None = None
+
+
+class Subject(Protocol):
+    """A model with one input and one target: all that a method may ask of them."""
+
+    trace: Any
+    """The recorded run (`attrace.capture.trace.Trace`), batch of one."""
+    readout: Floats
+    """(n,) weights that sum to one: how the target reads the last layer's positions."""
+    protected: NDArray[np.bool_]
+    """(n,) True at tokens that removal must leave: special tokens and the target's own position."""
+
+    def score(
+        self, keep: NDArray[np.bool_], *, operator: str = "delete", progress: Progress | None = None
+    ) -> Floats:
+        """The target's log-probability with only the kept tokens: (m, n) -> (m,).
+
+        `operator` "delete" takes removed tokens out of the sequence; "hide" leaves them in place and masks them
+        from attention.
+        """
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scores:
+    """What a method found, before it is joined to text."""
+
+    values: Floats
+    """(n,)"""
+    signed: bool = False
+    unit: str = "share of mass"
+    lost_mass: float = 0.0
+    sink_mass: float = 0.0
+    sink: Sink | None = None

@@ -1,0 +1,198 @@
+"""Recorded attention calls of a PyTorch model, as linear operators on tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from attrace.errors import CaptureError, InputError, NonFiniteError, ShapeError
+from attrace.ops.attention.rows import blocks, weight_rows, working_dtype
+from attrace.ops.heads import fuse, head_weights
+from attrace.types import Heads
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often the tensor was written to; tensors made under inference mode don't count that."""
+    return -1 if tensor.is_inference() else tensor._version
+
+
+@dataclass(eq=False)
+class TorchAttention:
+    """One recorded call.  Subclasses give `_rows`; products run over blocks of rows, never over (B, H, Q, T)."""
+
+    name: str
+    layer: int
+    """Place of the call in the order of the model's attention calls, from 0."""
+    shape: tuple[int, int, int, int]
+    value: Tensor | None = field(default=None, repr=False)
+    """(B, K, T, Dv), kept only where the recorder was asked for it."""
+
+    @property
+    def heads(self) -> int:
+        return self.shape[1]
+
+    @property
+    def kind(self) -> Literal["self", "cross"]:
+        return "self" if self.shape[2] == self.shape[3] else "cross"
+
+    @property
+    def device(self) -> torch.device:
+        raise NotImplementedError
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the weights: float32, or float64 where the model runs in it."""
+        raise NotImplementedError
+
+    def _rows(self, rows: Tensor) -> Tensor:
+        """(R,) -> (B, H, R, T)."""
+        raise NotImplementedError
+
+    def first_bad_row(self) -> int | None:
+        """The first query position with NaN or infinity in what was recorded, or None."""
+        raise NotImplementedError
+
+    def weights(self, rows: int | Sequence[int] | Tensor | None = None) -> Tensor:
+        """The map, (B, H, Q, T), or only the given query rows of it, (B, H, len(rows), T).
+
+        Weights are those before dropout, in float32 (float64 for a float64 model).  Rows sum to one, or less
+        where the model has a sink; a row with nothing to attend to is all zeros.  A row out of range is an
+        InputError; NaN is a NonFiniteError that names layer and row.
+        """
+        length = self.shape[2]
+        if rows is None:
+            index = torch.arange(length, device=self.device)
+        else:
+            index = torch.atleast_1d(torch.as_tensor(rows, device=self.device))
+            if index.ndim != 1 or index.dtype.is_floating_point or index.dtype == torch.bool:
+                raise InputError(f"Expected query rows as integers. Received: {rows!r}.")
+            if len(index) and (int(index.min()) < -length or int(index.max()) >= length):
+                raise InputError(f"Expected query rows from 0 to {length - 1} of {self.name}. Received: {rows!r}.")
+            index = index % length
+        return self._checked(index)
+
+    def matvec(self, x: Tensor, *, heads: Heads = "mean") -> Tensor:
+        """Fused map times x: (B, T) -> (B, Q), or (B, T, M) -> (B, Q, M)."""
+        columns = self._columns(x, self.shape[3], "keys")
+        parts = [fused @ columns for _, fused in self._fused_blocks(self._all_rows(), heads)]
+        product = torch.cat(parts, dim=1)
+        return product.squeeze(-1) if x.ndim == 2 else product
+
+    def rmatvec(self, r: Tensor, *, heads: Heads = "mean") -> Tensor:
+        """Transposed fused map times r: (B, Q) -> (B, T), or (B, Q, M) -> (B, T, M).
+
+        Rows of r that are zero for the whole batch are not computed: one target costs one row of the top layer.
+        """
+        columns = self._columns(r, self.shape[2], "queries")
+        rows = (columns != 0).any(dim=2).any(dim=0).nonzero().squeeze(1)
+        product = columns.new_zeros(self.shape[0], columns.shape[2], self.shape[3])
+        coefficients = head_weights(heads, self.heads)
+        for block in blocks(rows, self.shape[0] * self.heads * self.shape[3]):
+            left, weights = columns.index_select(1, block).transpose(1, 2), self._checked(block)
+            if coefficients is None:
+                product += left @ fuse(weights, heads)
+            else:  # a linear fusion goes to the small side of the product
+                c = torch.tensor(coefficients, dtype=left.dtype, device=left.device)
+                wide = (left[:, :, None, :] * c[:, None]).flatten(2)
+                product += wide @ weights.flatten(1, 2)
+        return product.squeeze(1) if r.ndim == 2 else product.transpose(1, 2)
+
+    def fused(self, heads: Heads = "mean") -> Tensor:
+        """The head-fused map, (B, Q, T)."""
+        return torch.cat([block for _, block in self._fused_blocks(self._all_rows(), heads)], dim=1)
+
+    def _fused_blocks(self, rows: Tensor, heads: Heads) -> Iterator[tuple[Tensor, Tensor]]:
+        for block in blocks(rows, self.shape[0] * self.heads * self.shape[3]):
+            yield block, fuse(self._checked(block), heads)
+
+    def _all_rows(self) -> Tensor:
+        return torch.arange(self.shape[2], device=self.device)
+
+    def _columns(self, x: Tensor, length: int, side: str) -> Tensor:
+        if x.ndim not in (2, 3) or x.shape[0] != self.shape[0] or x.shape[1] != length:
+            raise ShapeError(
+                f"Expected (B, n) or (B, n, M) with B={self.shape[0]} and n={length}, the {side} of {self.name}. "
+                f"Received: {tuple(x.shape)}."
+            )
+        return (x[..., None] if x.ndim == 2 else x).to(self.dtype)
+
+    def _checked(self, rows: Tensor) -> Tensor:
+        weights = self._rows(rows)
+        # The sum is NaN exactly where a weight is: one pass, no mask of the block's size.
+        bad = weights.detach().sum(dim=(1, 3)).isnan()
+        if bad.any():
+            item, row = (int(i) for i in bad.nonzero()[0])
+            raise NonFiniteError(
+                f"Expected finite attention weights. Received: NaN in layer {self.layer} ({self.name}), token "
+                f"{int(rows[row])}, batch item {item}. Check the model's weights and its input for NaN."
+            )
+        return weights
+
+
+@dataclass(eq=False)
+class QueryKeyAttention(TorchAttention):
+    """A fused call: the weights are recomputed from query and key, row block by row block."""
+
+    query: Tensor = field(kw_only=True, repr=False)
+    key: Tensor = field(kw_only=True, repr=False)
+    bias: Tensor | None = field(default=None, kw_only=True, repr=False)
+    causal: bool = field(default=False, kw_only=True)
+    scale: float | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        self._held = [t for t in (self.query, self.key, self.bias) if t is not None]
+        self._versions = [version_of(t) for t in self._held]
+
+    @property
+    def device(self) -> torch.device:
+        return self.query.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return working_dtype(self.query.dtype)
+
+    def first_bad_row(self) -> int | None:
+        finite = self.query.isfinite().all(-1).all(1) & self.key.isfinite().all(-1).all(1)[:, : self.shape[2]]
+        return _first(~finite.all(0))
+
+    def _rows(self, rows: Tensor) -> Tensor:
+        if [version_of(t) for t in self._held] != self._versions:
+            raise CaptureError(
+                f"Expected the query and key of {self.name} as the model used them. Received: tensors that were "
+                "written to since (a static cache, for one). Read the weights before the model runs again."
+            )
+        return weight_rows(
+            self.query, self.key, rows=rows, scale=self.scale, bias=self.bias, causal=self.causal
+        )
+
+
+@dataclass(eq=False)
+class SoftmaxAttention(TorchAttention):
+    """An unfused call: the softmax that the model itself computed, (B, H, Q, T)."""
+
+    map: Tensor = field(kw_only=True, repr=False)
+
+    @property
+    def device(self) -> torch.device:
+        return self.map.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return working_dtype(self.map.dtype)
+
+    def first_bad_row(self) -> int | None:
+        return _first(self.map.isnan().any(-1).any(1).any(0))
+
+    def _rows(self, rows: Tensor) -> Tensor:
+        return self.map.index_select(2, rows).to(self.dtype)
+
+
+
+
+def _first(flags: Tensor) -> int | None:
+    where = flags.nonzero()
+    return int(where[0]) if len(where) else None

@@ -1,0 +1,175 @@
+"""A recorded run of a model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from attrace.errors import CaptureError, InputError, ShapeError
+from attrace.ops.heads import check_heads
+from attrace.ops.rollout.streamed import Mixing, source_columns, target_rows
+from attrace.types import Heads
+
+if TYPE_CHECKING:
+    from attrace.capture.torch_ops import TorchAttention
+
+
+@dataclass(eq=False)
+class Trace:
+    """What the model returned, and its attention calls in order."""
+
+    model: str
+    """The model's class, for messages."""
+    output: Any = field(default=None, repr=False)
+    ops: list[TorchAttention] = field(default_factory=list)
+    unread: list[str] = field(default_factory=list)
+    """Attention that was seen but cannot be read as (B, H, Q, T) maps."""
+    starts: list[int] = field(default_factory=list, repr=False)
+    """For each call of the model, how many operators there were before it."""
+    valid: Tensor | None = field(default=None, repr=False)
+    """(B, n), True at real tokens, where the call had an attention mask of that shape."""
+
+    def begin(self, attention_mask: Any) -> None:
+        """Note that the model is called (the recorder does)."""
+        self.starts.append(len(self.ops))
+        two_d = isinstance(attention_mask, Tensor) and attention_mask.ndim == 2
+        self.valid = attention_mask.detach().bool() if two_d else None
+
+    def check(self) -> None:
+        """CaptureError unless attention was seen and all of it can be read."""
+        if self.unread:
+            raise CaptureError(
+                f"Expected attention as maps of (batch, heads, queries, keys). Received from {self.model}: "
+                f"{'; '.join(self.unread[:3])}. Such a layer is not supported yet."
+            )
+        if not self.ops:
+            raise CaptureError(
+                f"Expected attention in {self.model}. Received: none ({len(self.starts)} calls of the model, no "
+                "fused attention call and no softmax that multiplies values). Call the model inside the block, and "
+                "give a Transformer whose attention runs in PyTorch."
+            )
+
+    def rollout(
+        self,
+        *,
+        target: int | Sequence[int] | Tensor | NDArray[Any] | None = None,
+        source: int | Sequence[int] | None = None,
+        segments: Sequence[tuple[int, int]] | None = None,
+        residual: float = 0.5,
+        heads: Heads = "mean",
+        discard: float = 0.0,
+        layers: Sequence[int] | None = None,
+        normalize: bool | None = None,
+        tolerance: float = 0.0,
+    ) -> Tensor:
+        """Rollout of the recorded layers, streamed over blocks of rows (Abnar and Zuidema 2020, sec. 4).
+
+        One question at a time: `target` is a token position -> its row (B, n), several positions -> (B, k, n), or
+        a row to start from, (n,) or (B, n), as a float array -> (B, n).  `source` is a position -> its column
+        (B, n), or several -> (B, k, n).  `segments` are (start, stop) token ranges -> (B, n, M), the share of
+        each in every position.  None of them: the whole map (B, n, n).
+
+        `normalize` divides each row of a layer by its own sum; by default that is done only where the fusion of
+        heads or `discard` changed the sums, so that rows which the model's own sinks left short stay short.
+        `tolerance` is the mass that may be dropped on the way to a target row; the result then sums to
+        one less what was dropped, which is its L1 error exactly.
+
+        Raises InputError for an option out of range, CaptureError where the layers do not form one chain.
+        """
+        ops = self._chain(layers)
+        _check_share("residual", residual, closed=True)
+        _check_share("discard", discard, closed=False)
+        _check_share("tolerance", tolerance, closed=False)
+        if sum(q is not None for q in (target, source, segments)) > 1:
+            raise InputError("Expected one of target, source and segments. Received: more than one. Ask one by one.")
+        for op in ops:
+            check_heads(heads, op.heads)
+        changed = discard > 0 or heads in ("max", "min") or not (isinstance(heads, str | int))
+        mixing = Mixing(heads, residual, changed if normalize is None else normalize, discard, self.valid)
+        batch, _, n, _ = ops[0].shape
+        top = ops[-1]
+        eye = torch.eye(n, dtype=top.dtype, device=top.device).expand(batch, n, n)
+        if target is not None:
+            if isinstance(target, Tensor | np.ndarray) and torch.as_tensor(target).is_floating_point():
+                start = _start_row(torch.as_tensor(target), batch, n).to(top.device, top.dtype)
+                return target_rows(ops, start[..., None], mixing, tolerance=tolerance).squeeze(-1)
+            rows = target_rows(ops, eye[..., positions(target, n)], mixing, tolerance=tolerance)
+            return rows.squeeze(-1) if isinstance(target, int) else rows.transpose(1, 2)
+        if source is not None:
+            columns = source_columns(ops, eye[..., positions(source, n)], mixing)
+            return columns.squeeze(-1) if isinstance(source, int) else columns.transpose(1, 2)
+        if segments is not None:
+            return source_columns(ops, _indicators(segments, eye), mixing)
+        return source_columns(ops, eye, mixing)
+
+    def _chain(self, layers: Sequence[int] | None) -> list[TorchAttention]:
+        self.check()
+        if len(self.starts) != 1:
+            raise CaptureError(
+                f"Expected one call of {self.model} in the trace. Received: {len(self.starts)}. Trace each call alone."
+            )
+        first = self.ops[0]
+        for op in self.ops:
+            if op.kind != "self" or op.shape[0] != first.shape[0] or op.shape[2] != first.shape[2]:
+                raise CaptureError(
+                    f"Expected self-attention over the same {first.shape[2]} tokens in every layer of {self.model}. "
+                    f"Received: {op.name} with (B, H, Q, T) = {op.shape}. Models with two streams or changing "
+                    "lengths are not supported yet."
+                )
+        return [self.ops[i] for i in layer_indices(layers, len(self.ops))]
+
+
+def layer_indices(layers: Sequence[int] | None, count: int) -> list[int]:
+    """Layer numbers, negative ones from the end, in forward order; InputError where one does not exist."""
+    if layers is None:
+        return list(range(count))
+    chosen = []
+    for layer in layers:
+        if isinstance(layer, bool) or not isinstance(layer, int) or not -count <= layer < count:
+            raise InputError(f"Expected layers from 0 to {count - 1}. Received: {layer!r}.")
+        chosen.append(layer % count)
+    if not chosen or len(set(chosen)) < len(chosen):
+        raise InputError(f"Expected at least one layer, each once. Received: {list(layers)!r}.")
+    return sorted(chosen)
+
+
+def positions(where: Any, n: int) -> list[int]:
+    """Token positions, negative ones from the end; InputError where one does not exist."""
+    found = []
+    for position in [where] if isinstance(where, int) else where:
+        position = int(position)
+        if not -n <= position < n:
+            raise InputError(f"Expected a token position from 0 to {n - 1} (or -{n} to -1). Received: {position}.")
+        found.append(position % n)
+    if not found:
+        raise InputError("Expected at least one token position. Received: none.")
+    return found
+
+
+def _start_row(row: Tensor, batch: int, n: int) -> Tensor:
+    if row.shape not in ((n,), (batch, n)):
+        raise ShapeError(f"Expected a row of shape ({n},) or ({batch}, {n}). Received: {tuple(row.shape)}.")
+    return row.expand(batch, n)
+
+
+def _indicators(segments: Sequence[tuple[int, int]], eye: Tensor) -> Tensor:
+    """One column per segment, 1 at its tokens: (B, n, M)."""
+    n = eye.shape[-1]
+    for start, stop in segments:
+        if not 0 <= start < stop <= n:
+            raise InputError(f"Expected segments (start, stop) with 0 <= start < stop <= {n}. Received: {(start, stop)}.")
+    if not segments:
+        raise InputError("Expected at least one segment. Received: none.")
+    return torch.stack([eye[..., a:b].sum(-1) for a, b in segments], dim=-1)
+
+
+def _check_share(name: str, value: float, *, closed: bool) -> None:
+    if not (math.isfinite(value) and 0 <= value and (value <= 1 if closed else value < 1)):
+        raise InputError(f"Expected {name} from 0 to 1{'' if closed else ', 1 excluded'}. Received: {value!r}.")

@@ -1,0 +1,48 @@
+"""Attention rollout: the product of the layers' maps, read at the target's row."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from attrace.types import Floats, Options, Progress, Scores, Sink, Subject
+
+COLLAPSE = 0.9
+"""One position above this share, whatever the target, is a collapse and not an explanation."""
+
+
+def rollout(subject: Subject, options: Options, progress: Progress | None = None) -> Scores:
+    """r^T A_L ... A_1 with A = residual I + (1 - residual) mean_h softmax(s Q K^T + M).
+
+    Abnar and Zuidema 2020, "Quantifying Attention Flow in Transformers", sec. 4.  r is the target's readout over
+    positions.  Values are ignored, and the map is the same for every class.  Cost: one Q K^T pass a layer.
+    """
+    values = rollout_values(subject, options)
+    return Scores(
+        values=values, sink_mass=max(0.0, 1.0 - float(values.sum())), sink=find_sink(subject, options, values)
+    )
+
+
+def rollout_values(subject: Subject, options: Options) -> Floats:
+    """The target's row of the rollout: (n,)."""
+    return _ask(subject, options, target=subject.readout)
+
+
+def find_sink(subject: Subject, options: Options, values: Floats) -> Sink | None:
+    """The position that takes more than COLLAPSE of this target and of half the other positions, if there is one."""
+    index = int(values.argmax())
+    if len(values) < 3 or values[index] <= COLLAPSE:
+        return None
+    others = np.delete(_ask(subject, options, source=index), index)
+    return Sink(index, float(values[index])) if float(np.median(others)) > COLLAPSE else None
+
+
+def _ask(subject: Subject, options: Options, **question: object) -> Floats:
+    answer = subject.trace.rollout(
+        **question,
+        heads=options.heads,
+        residual=options.residual,
+        discard=options.discard,
+        layers=options.layers,
+    )
+    values: Floats = answer[0].detach().double().cpu().numpy()
+    return values

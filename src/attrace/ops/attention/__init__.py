@@ -1,0 +1,1 @@
+"""Attention weights of one call: the plain reference and streamed row blocks."""

@@ -1,0 +1,59 @@
+"""Attention weights in blocks of query rows, on PyTorch tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+BLOCK_ELEMENTS = 1 << 21
+"""Weights held at once (B * H * rows * T): 8 MiB of float32, about the size of a last-level cache."""
+
+
+def working_dtype(dtype: torch.dtype) -> torch.dtype:
+    """float64 stays; everything else is recomputed in float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def weight_rows(
+    query: Tensor,
+    key: Tensor,
+    *,
+    rows: Tensor,
+    scale: float | None = None,
+    bias: Tensor | None = None,
+    causal: bool = False,
+) -> Tensor:
+    """The given query rows of softmax(scale Q K^T + bias).
+
+    query (B, H, Q, D), key (B, K, T, D), `rows` (R,) integer -> (B, H, R, T); arguments and result as in
+    `naive.attention_weights`, in float32 (float64 where the input is).
+    """
+    dtype = working_dtype(query.dtype)
+    batch, heads, _, width = query.shape
+    groups, length = key.shape[1], key.shape[2]
+    q = query.index_select(2, rows).to(dtype) * (width**-0.5 if scale is None else scale)
+    k = key.to(dtype)
+    if groups == heads:
+        scores = q @ k.transpose(-1, -2)
+    else:  # grouped heads: the query heads of a group share one key head, which is never expanded
+        q = q.reshape(batch, groups, heads // groups * len(rows), width)
+        scores = (q @ k.transpose(-1, -2)).reshape(batch, heads, len(rows), length)
+    if bias is not None:
+        block = bias if bias.ndim < 2 or bias.shape[-2] == 1 else bias.index_select(-2, rows)
+        scores = (
+            scores.masked_fill_(~block, -torch.inf) if block.dtype == torch.bool else scores.add_(block.to(dtype))
+        )
+    if causal:
+        later = torch.arange(length, device=rows.device) > rows[:, None]
+        scores.masked_fill_(later, -torch.inf)
+    weights = scores.softmax(-1)
+    if bias is not None:  # only a mask can leave a row with nothing to attend to
+        weights.masked_fill_((scores == -torch.inf).all(-1, keepdim=True), 0.0)
+    return weights
+
+
+def blocks(rows: Tensor, elements_per_row: int) -> Iterator[Tensor]:
+    """Cut row indices into blocks of about BLOCK_ELEMENTS weights."""
+    yield from rows.split(max(1, BLOCK_ELEMENTS // max(1, elements_per_row)))

@@ -103,7 +103,7 @@ def _oklch(light: float, chroma: float, hue: float) -> tuple[float, float, float
 
 
 def mix(target_lightness: float, chroma: float, hue: float) -> str:
-    """The colour, "#rrggbb", of the given CIE L* and OKLCH hue, with as much of the chroma as the screen can show."""
+    """The colour, "#rrggbb", of a CIE L* and an OKLCH hue, with as much of the chroma as a screen shows."""
     y = ((target_lightness + 16) / 116) ** 3 if target_lightness > 8 else target_lightness * 27 / 24389
     while True:
         low, high = 0.0, 1.0

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable, Iterator
 from typing import Literal
 
-from rich.cells import cell_len
+from rich.cells import cell_len, set_cell_size
 from rich.color import Color
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.style import Style
@@ -85,9 +85,7 @@ def _fit(text: str, width: int) -> str:
     """Cut a label to a width in cells."""
     if cell_len(text) <= width:
         return text
-    fitted = Text(text)
-    fitted.truncate(width, overflow="ellipsis")
-    return str(fitted)
+    return set_cell_size(text, width - 1).rstrip() + "…"
 
 
 class TerminalView:

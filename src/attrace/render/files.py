@@ -75,9 +75,9 @@ def write_text(path: PathLike, text: str) -> None:
     """Write `text` as UTF-8; the file appears whole or, on any failure, stays as it was.
 
     The text goes to a new file in the same folder, is brought to the disk, and takes the place of the old
-    file in one step; an interrupt or a full disk leaves no half file and no temporary file.  Line ends are written
-    as they are.  A link is followed and stays a link; permissions of an existing file are kept.  Devices and
-    pipes such as /dev/stdout are written directly, which no step can undo.
+    file in one step; an interrupt or a full disk leaves no half file and no temporary file.  Line ends are
+    written as they are.  A link is followed and stays a link; permissions of an existing file are kept.
+    Devices and pipes such as /dev/stdout are written directly, which no step can undo.
 
     Raises OutputError, which names the path and the reason.
 

@@ -12,6 +12,7 @@ from importlib.resources import files
 from typing import Literal
 
 import jinja2
+from markupsafe import Markup
 
 from attrace.render.escapes import visible
 from attrace.render.palette import DEFAULT, INK, PAGE, STEPS, Palette, Scheme, accent, background, step
@@ -23,7 +24,7 @@ Direction = Literal["ltr", "rtl"]
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """Neighbours that hang together: pieces without a blank between, isolated from what stands around them."""
+    """Pieces without a blank between, isolated together from what stands around them."""
 
     segments: tuple[Segment, ...]
     direction: Direction | None
@@ -171,10 +172,10 @@ def to_html(
 ) -> str:
     """One HTML document with everything in it: the text, the top words, special tokens, how it was made.
 
-    It opens from a disk without a network, in light and dark.  Its content security policy allows the one style
-    sheet inside by hash and nothing else: no script, no request, no form.  All text from outside (tokens,
-    labels, `title`, notes, settings) is escaped and stays text.  `top`, `units`, `scale` and the errors are
-    those of `build_scene`; `palette` sets the two hues.
+    It opens from a disk without a network, in light and dark.  Its content security policy allows the one
+    style sheet inside by hash and nothing else: no script, no request, no form.  All text from outside
+    (tokens, labels, `title`, notes, settings) is escaped and stays text.  `top`, `units`, `scale` and the
+    errors are those of `build_scene`; `palette` sets the two hues.
 
     >>> import numpy as np
     >>> from attrace.types import Target, Token
@@ -185,16 +186,17 @@ def to_html(
     """
     scene = build_scene(attribution, top=top, units=units, scale=scale)
     style = _style(attribution.signed, palette)
-    units_by_size = [scene.units[number] for number in scene.top]
-    largest = max((abs(unit.score) for unit in units_by_size), default=1.0)
+    strongest = [scene.units[number] for number in scene.top]
+    lowest = min(0.0, *(unit.score for unit in strongest), 0.0)
+    highest = max(0.0, *(unit.score for unit in strongest), 0.0)
     return _template().render(
         scene=scene,
         title=visible(title) if title is not None else f"{scene.label} {scene.amount}".strip(),
-        style=jinja2.utils.markupsafe.Markup(style),  # our own text; the policy names its hash
+        style=Markup(style),  # our own text; the policy names its hash
         style_hash=base64.b64encode(hashlib.sha256(style.encode()).digest()).decode(),
         lines=_layout(scene.lines),
-        strongest=[(unit, 100 * abs(unit.score) / largest) for unit in units_by_size],
-        diverging=any(unit.score < 0 for unit in units_by_size),
+        strongest=[(unit, 100 * abs(unit.score) / (highest - lowest)) for unit in strongest],
+        axis=-100 * lowest / (highest - lowest) if strongest else 0.0,
         css_class=_css_class,
         tip=lambda unit: _tip(scene, unit),
         swatches=[_css_class(weight / 8) for weight in range(-8 if scene.signed else 0, 9)],

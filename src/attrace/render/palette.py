@@ -18,8 +18,8 @@ STEPS = 32
 """Colour steps on each side of zero."""
 INK = {"light": "#16181d", "dark": "#f3f3f0"}
 PAGE = {"light": "#fdfdfb", "dark": "#15171b"}
-_LIGHTNESS = {"light": (96.0, 64.0), "dark": (13.0, 45.0)}
-_CHROMA = (0.018, 0.17)
+_LIGHTNESS = {"light": (98.0, 64.0), "dark": (9.0, 45.0)}
+_CHROMA = (0.01, 0.17)
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,10 +174,20 @@ def nearest_256(colour: str) -> int:
 
 # Pairs (positive, negative) of like lightness, weak to strong, and the steps from which they are used.
 _PAIRS_256 = {
-    "dark": ((52, 18), (88, 20), (94, 26), (130, 27)),
-    "light": ((223, 189), (215, 117), (208, 75), (166, 33)),
+    "dark": ((52, 18), (88, 20), (124, 24), (160, 26)),
+    "light": ((223, 189), (216, 117), (209, 111), (202, 69)),
 }
 _LEVELS_256 = (4, 10, 18, 26)
+
+
+_BARS_256 = {"dark": (203, 75), "light": (202, 32)}
+
+
+def accent_256(scheme: Scheme, positive: bool = True, palette: Palette = DEFAULT) -> int:
+    """The colour of bars in the 256-colour palette."""
+    if palette == DEFAULT:
+        return _BARS_256[scheme][0 if positive else 1]
+    return nearest_256(accent(scheme, positive, palette))
 
 
 @lru_cache(maxsize=1024)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterable, Iterator
 from typing import Literal
@@ -15,12 +16,13 @@ from rich.text import Text
 from attrace.render.palette import (
     DEFAULT,
     INK,
+    STEPS,
     Palette,
     Scheme,
     accent,
+    accent_256,
     background,
     background_256,
-    nearest_256,
     step,
 )
 from attrace.render.scene import Scene, Segment, Units, build_scene
@@ -28,6 +30,10 @@ from attrace.types import Attribution
 
 Theme = Literal["auto", "light", "dark"]
 _WIDEST = 100
+_LEAST = 3
+"""Weaker steps get no colour: beside a background that is not known a faint one could look strong."""
+_FAINTEST = 6
+"""The colour step that the weakest weight begins at."""
 _PLAIN = Console(width=_WIDEST, color_system=None, _environ={})  # only measures and wraps
 _DIM, _BOLD = Style(dim=True), Style(bold=True)
 
@@ -50,13 +56,12 @@ class _Ink:
     def weight(self, weight: float) -> Style | None:
         """Background and text colour; None where it is too weak for a colour."""
         number = step(weight)
-        if self.depth is None or number == 0:
+        if self.depth is None or abs(number) < _LEAST:
             return None
         if self.depth == "truecolor":
-            return Style(
-                color=Color.parse(INK[self.scheme]),
-                bgcolor=Color.parse(background(number, self.scheme, self.palette)),
-            )
+            shown = math.copysign(_FAINTEST + abs(number) * (STEPS - _FAINTEST) / STEPS, number)
+            back = background(round(shown), self.scheme, self.palette)
+            return Style(color=Color.parse(INK[self.scheme]), bgcolor=Color.parse(back))
         pair = background_256(number, self.scheme, self.palette)
         return pair and Style(color=Color.from_ansi(pair[1]), bgcolor=Color.from_ansi(pair[0]))
 
@@ -64,21 +69,20 @@ class _Ink:
         """The colour of bars."""
         if self.depth is None:
             return Style.null()
-        colour = accent(self.scheme, positive, self.palette)
         if self.depth == "truecolor":
-            return Style(color=Color.parse(colour))
-        return Style(color=Color.from_ansi(nearest_256(colour)))
+            return Style(color=Color.parse(accent(self.scheme, positive, self.palette)))
+        return Style(color=Color.from_ansi(accent_256(self.scheme, positive, self.palette)))
 
 
-def _bar(part: float, width: int, ascii_only: bool, leftwards: bool = False) -> str:
-    """A bar of up to `width` cells; anything above nothing is seen."""
+def _bar(cells: float, ascii_only: bool, leftwards: bool) -> str:
+    """A bar as long as `cells`; anything above nothing is seen."""
     if ascii_only:
-        return "#" * (max(1, round(part * width)) if part > 0 else 0)
+        return "#" * max(1, round(cells))
     if leftwards:
-        halves = max(1, round(part * width * 2)) if part > 0 else 0
+        halves = max(1, round(cells * 2))
         return "▐" * (halves % 2) + "█" * (halves // 2)
-    eighths = max(1, round(part * width * 8)) if part > 0 else 0
-    return "█" * (eighths // 8) + ("", *"▏▎▍▌▋▊▉")[eighths % 8]
+    eighths = max(1, round(cells * 8))
+    return "█" * (eighths // 8) + " ▏▎▍▌▋▊▉"[eighths % 8].rstrip()
 
 
 def _fit(text: str, width: int) -> str:
@@ -208,20 +212,18 @@ def _table(scene: Scene, ink: _Ink, width: int, ascii_only: bool) -> Iterator[Te
     bars = max(4, min(40, width - column - wide - 6))
     heading = f"Top {scene.unit_name}s"
     yield Text.assemble((heading, _BOLD), (f"  {scene.unit}" if scene.signed else "", _DIM))
-    largest = max(abs(unit.score) for unit in units)
-    both = scene.signed and any(unit.score < 0 for unit in units)
-    half = bars // 2 if both else 0
+    lowest, highest = min(0.0, *(unit.score for unit in units)), max(0.0, *(unit.score for unit in units))
+    left = min(bars - 1, max(1, round(bars * lowest / (lowest - highest)))) if lowest else 0
+    per_cell = max(-lowest / max(left, 1), highest / (bars - left))
     for unit in units:
         label = _fit(unit.label, column)
         row = Text("  ", no_wrap=True)
         row.append(label, ink.weight(unit.weight) or Style.null())
         row.append(" " * (column - cell_len(label)) + f"  {unit.amount:>{wide}}  ")
-        part = abs(unit.score) / largest
-        if unit.score < 0:
-            bar = _bar(part, half, ascii_only, leftwards=True)
-            row.append(" " * (half - len(bar)) + bar, ink.bar(False))
-        else:
-            row.append(" " * half + _bar(part, (bars - half) if both else bars, ascii_only), ink.bar(True))
+        cells = abs(unit.score) / per_cell
+        bar = _bar(cells, ascii_only, leftwards=unit.score < 0)
+        row.append(" " * (left - len(bar) if unit.score < 0 else left))
+        row.append(bar, ink.bar(unit.score > 0))
         row.rstrip()
         yield row
     if scene.rest:

@@ -1,8 +1,8 @@
 """The plain reference: NumPy, float64, one vector per pair of tokens.  `rows.py` is tested against it.
 
 Ferrando, Gállego and Costa-jussà 2022, "Measuring the Mixing of Contextual Information in the Transformer"
-(arXiv 2203.04212), eq. 8 to 11.  Letters as in `attrace.types`; besides them K value heads, D their size and E the
-width of the residual stream.
+(arXiv 2203.04212), eq. 8 to 11.  Letters as in `attrace.types`; besides them K value heads, D their size
+and E the width of the residual stream.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from attrace.types import Floats
 
 
 class Norm(NamedTuple):
-    """The layer norm after the residual of a post-norm block: gain * (z - mean) / sqrt(variance + eps) + shift."""
+    """The layer norm after the residual of a post-norm block: gain * (z - mean) / sqrt(variance + eps) +
+    shift.
+    """
 
     gain: Any
     """(E,)"""
@@ -34,11 +36,12 @@ def transformed(
     bias: ArrayLike | None = None,
     norm: Norm | None = None,
 ) -> tuple[Floats, Floats]:
-    """What each token gives to each row of the block's output, T_i(x_j), and that output: (B, Q, T, E), (B, Q, E).
+    """What each token gives to each row of the block's output, T_i(x_j), and that output: (B, Q, T, E), (B,
+    Q, E).
 
-    T_i(x_j) = sum_h A^h_ij W_O^h v^h_j, plus x_i itself where j = i.  The output is their sum over j plus the bias.
-    With `norm` both go through the layer norm, which is linear once the row's standard deviation s_i is known:
-    gain * (T - mean(T)) / s_i.  Bias and shift are in the output and in no token's share.
+    T_i(x_j) = sum_h A^h_ij W_O^h v^h_j, plus x_i itself where j = i.  The output is their sum over j plus
+    the bias. With `norm` both go through the layer norm, which is linear once the row's standard deviation
+    s_i is known: gain * (T - mean(T)) / s_i.  Bias and shift are in the output and in no token's share.
     """
     w, v, p, x = (np.asarray(a, np.float64) for a in (weights, value, projection, residual))
     batch, heads, queries, keys = w.shape
@@ -75,10 +78,10 @@ def contributions(
 ) -> Floats:
     """Each token's share in each row of one self-attention block's output: (B, Q, T), rows sum to one.
 
-    c_ij = max(0, |y_i|_1 - |y_i - T_i(x_j)|_1), divided by the row's sum (eq. 10 and 11).  `weights` (B, H, Q, T),
-    `value` (B, K, T, D) with its own bias inside and H a multiple of K, `projection` (E, H * D) as in nn.Linear,
-    `residual` (B, Q, E) the block's input x, `bias` (E,).  Q = T.  A row in which no token brings the output
-    nearer is left to its own token: it counts as passed on unchanged.
+    c_ij = max(0, |y_i|_1 - |y_i - T_i(x_j)|_1), divided by the row's sum (eq. 10 and 11).  `weights` (B, H,
+    Q, T), `value` (B, K, T, D) with its own bias inside and H a multiple of K, `projection` (E, H * D) as
+    in nn.Linear, `residual` (B, Q, E) the block's input x, `bias` (E,).  Q = T.  A row in which no token
+    brings the output nearer is left to its own token: it counts as passed on unchanged.
 
     >>> import numpy as np
     >>> half = np.full((1, 1, 2, 2), 0.5)
@@ -92,4 +95,5 @@ def contributions(
     shares = np.maximum(0.0, np.abs(output).sum(axis=-1)[:, :, None] - distance)
     total = shares.sum(axis=-1, keepdims=True)
     own = np.broadcast_to(np.eye(shares.shape[1]), shares.shape)
-    return np.divide(shares, total, out=own.copy(), where=total > 0)
+    rows: Floats = np.divide(shares, total, out=own.copy(), where=total > 0)
+    return rows

@@ -21,7 +21,8 @@ def block_output(
 ) -> Tensor:
     """The given rows of the attention block's output, residual and norm included: (B, R, E).
 
-    Arguments as in `contribution_rows`.  Equals what the model's own block computed, which is how capture is tested.
+    Arguments as in `contribution_rows`.  Equals what the model's own block computed, which is how capture
+    is tested.
     """
     before = _before_norm(weights, value, projection, residual.index_select(1, rows), bias)
     if norm is None:
@@ -42,8 +43,9 @@ def contribution_rows(
     """The given query rows of `naive.contributions`: (B, R, T), rows sum to one.
 
     `weights` (B, H, R, T) are those of `rows` (R,) only; `value` (B, K, T, D), `projection` (E, H * D),
-    `residual` (B, Q, E), `bias` (E,), all of one dtype.  The vectors T_i(x_j) are made for a tile of keys at a time,
-    about BLOCK_ELEMENTS numbers; key heads are never expanded, and a tile that no row attends to is skipped.
+    `residual` (B, Q, E), `bias` (E,), all of one dtype.  The vectors T_i(x_j) are made for a tile of keys
+    at a time, about BLOCK_ELEMENTS numbers; key heads are never expanded, and a tile that no row attends to
+    is skipped.
     """
     batch, heads, count, keys = weights.shape
     groups, size = value.shape[1], value.shape[3]
@@ -51,8 +53,8 @@ def contribution_rows(
     output = block_output(weights, value, projection, residual=residual, rows=rows, bias=bias, norm=norm)
     length = output.abs()
     if norm is not None:
-        # The layer norm is linear once the row's deviation is known: centre and gain go into the projection and
-        # into x, one over the deviation into the row of weights.
+        # The layer norm is linear once the row's deviation is known: centre and gain go into the projection
+        # and into x, one over the deviation into the row of weights.
         before = _before_norm(weights, value, projection, x, bias)
         deviation = before.var(-1, correction=0).add(norm.eps).sqrt()
         projection = norm.gain[:, None] * (projection - projection.mean(0))
@@ -63,7 +65,7 @@ def contribution_rows(
     width = projection.shape[0]
     shares = weights.new_zeros(batch, count, keys)
     every = torch.arange(keys, device=rows.device)
-    for tile in every.split(max(1, BLOCK_ELEMENTS // max(1, batch * count * width))):
+    for tile in torch.split(every, max(1, BLOCK_ELEMENTS // max(1, batch * count * width))):
         first, last = int(tile[0]), int(tile[-1]) + 1
         attention = weights[..., first:last]
         own = (rows[:, None] == tile).nonzero()

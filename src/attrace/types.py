@@ -119,7 +119,8 @@ class Attribution:
     """How much an output drew on each input token.
 
     `scores` has one number per token.  Where `signed` is False they are shares of a mass of one:
-    `scores.sum() + lost_mass + sink_mass == 1`.  Where it is True they are effects, in the unit that `unit` names.
+    `scores.sum() + lost_mass + sink_mass == 1`.  Where it is True they are effects, in the unit that
+    `unit` names.
     """
 
     text: str

@@ -57,6 +57,10 @@ class TorchAttention:
         """(R,) -> (B, H, R, T)."""
         raise NotImplementedError
 
+    def first_bad_row(self) -> int | None:
+        """The first query position with NaN or infinity in what was recorded, or None."""
+        raise NotImplementedError
+
     def weights(self, rows: int | Sequence[int] | Tensor | None = None) -> Tensor:
         """The map, (B, H, Q, T), or only the given query rows of it, (B, H, len(rows), T).
 
@@ -156,6 +160,10 @@ class QueryKeyAttention(TorchAttention):
     def dtype(self) -> torch.dtype:
         return working_dtype(self.query.dtype)
 
+    def first_bad_row(self) -> int | None:
+        finite = self.query.isfinite().all(-1).all(1) & self.key.isfinite().all(-1).all(1)[:, : self.shape[2]]
+        return _first(~finite.all(0))
+
     def _rows(self, rows: Tensor) -> Tensor:
         if [version_of(t) for t in self._held] != self._versions:
             raise CaptureError(
@@ -181,7 +189,15 @@ class SoftmaxAttention(TorchAttention):
     def dtype(self) -> torch.dtype:
         return working_dtype(self.map.dtype)
 
+    def first_bad_row(self) -> int | None:
+        return _first(self.map.isnan().any(-1).any(1).any(0))
+
     def _rows(self, rows: Tensor) -> Tensor:
         return self.map.index_select(2, rows).to(self.dtype)
 
 
+
+
+def _first(flags: Tensor) -> int | None:
+    where = flags.nonzero()
+    return int(where[0]) if len(where) else None

@@ -19,14 +19,16 @@ class Method:
     name: str
     run: Callable[[Subject, Options, Progress | None], Scores]
     cost: str
+    uses: tuple[str, ...]
+    """Which of the options it heeds."""
 
 
 METHODS = {
     m.name: m
     for m in (
-        Method("rollout", rollout, "one Q K^T pass a layer"),
-        Method("last-layer", last_layer, "one Q K^T row"),
-        Method("leave-one-out", leave_one_out, "n forward passes, batched"),
+        Method("rollout", rollout, "one Q K^T pass a layer", ("heads", "residual", "discard", "layers")),
+        Method("last-layer", last_layer, "one Q K^T row", ("heads", "discard", "layers")),
+        Method("leave-one-out", leave_one_out, "n forward passes, batched", ()),
     )
 }
 

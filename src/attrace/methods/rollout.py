@@ -16,10 +16,15 @@ def rollout(subject: Subject, options: Options, progress: Progress | None = None
     Abnar and Zuidema 2020, "Quantifying Attention Flow in Transformers", sec. 4.  r is the target's readout over
     positions.  Values are ignored, and the map is the same for every class.  Cost: one Q K^T pass a layer.
     """
-    values = _ask(subject, options, target=subject.readout)
+    values = rollout_values(subject, options)
     return Scores(
         values=values, sink_mass=max(0.0, 1.0 - float(values.sum())), sink=find_sink(subject, options, values)
     )
+
+
+def rollout_values(subject: Subject, options: Options) -> Floats:
+    """The target's row of the rollout: (n,)."""
+    return _ask(subject, options, target=subject.readout)
 
 
 def find_sink(subject: Subject, options: Options, values: Floats) -> Sink | None:

@@ -1,0 +1,279 @@
+"""The main job, and the only place that joins the rooms."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from attrace.errors import InputError, MissingDependencyError
+from attrace.types import Attribution, Heads, Options, Progress, Scores, Token
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from attrace.capture.huggingface import Loaded
+    from attrace.capture.text import TextSubject
+
+LEAVE_ONE_OUT_LIMIT = 4e12
+"""Multiply-adds that `auto` spends on leave-one-out: about half a minute on two CPU cores."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Explanation(Attribution):
+    """An attribution that can show and save itself."""
+
+    def show(self, console: Console | None = None, *, top: int = 10, units: str = "words") -> None:
+        """Print it to the terminal (or the given rich console): prediction, coloured text, top words."""
+        from attrace.render.terminal import show
+
+        show(self, console, top=top, units=units)
+
+    def to_html(self, path: str | os.PathLike[str], *, top: int = 20, units: str = "words") -> None:
+        """Write one self-contained HTML file; it appears whole or not at all."""
+        from attrace.render.files import write_text
+        from attrace.render.html import to_html
+
+        write_text(path, to_html(self, top=top, units=units))
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON values, after the schema "attrace.attribution/1" (docs/json.md)."""
+        from attrace.render.record import to_dict
+
+        return to_dict(self)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write it as JSON, readable by `attrace.load`; the file appears whole or not at all."""
+        from attrace.render.files import write_text
+        from attrace.render.record import to_json
+
+        write_text(path, to_json(self))
+
+
+def load(path: str | os.PathLike[str]) -> Explanation:
+    """Read what `Explanation.save` wrote.  Raises InputError for a file of another form."""
+    from attrace.render.record import read
+
+    found = read(Path(path))
+    return Explanation(**{f.name: getattr(found, f.name) for f in fields(found)})
+
+
+def method_names() -> tuple[str, ...]:
+    """The methods that `explain` knows by name, besides "auto"."""
+    from attrace.methods.registry import METHODS
+
+    return tuple(METHODS)
+
+
+def check_output(path: str | os.PathLike[str]) -> None:
+    """Raise OutputError where a result could not be written; leaves nothing behind."""
+    from attrace.render.files import check_writable
+
+    check_writable(path)
+
+
+def explain(
+    model: Any = None,
+    inputs: str = "",
+    *,
+    processor: Any = None,
+    target: str = "auto",
+    method: str = "auto",
+    layers: Sequence[int] | None = None,
+    heads: Heads = "mean",
+    residual: float = 0.5,
+    discard: float = 0.0,
+    truncate: bool = False,
+    device: str | None = None,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> Explanation:
+    """Show which parts of a text a model's output drew on.
+
+    Args:
+        model: a local folder, a hub name, None for the classifier that the package carries, or a transformers
+            model object (then with its tokenizer as `processor`); it is run as it is and nothing is changed on it.
+        inputs: the text.
+        processor: the tokenizer, where `model` is an object.
+        target: "auto" (the predicted class, the next token, the answer at the mask, the sentence vector),
+            "class:LABEL", "class:INDEX", "next:TEXT", "token:POSITION", or a contrast "class:A~B", "next:A~B".
+        method: one of `method_names()`, or "auto": rollout for encoders; leave-one-out for causal models, where
+            rollout collapses onto the first token, and the last layer's attention where the text is too long.
+        layers: layer numbers to use, all by default; negative ones count from the end.
+        heads: how heads are fused: "mean", "max", "min", a head's index, or a weight per head.
+        residual: share of each position that stays with itself in every layer, 0 to 1.
+        discard: share of each layer's smallest weights that is set to zero, 0 to 1 (1 excluded).
+        truncate: read only what fits where the text is longer than the model's context.
+        device: "cpu" (the default), "cuda", ...; a model object stays where it is.
+        seed: for models that draw random numbers; the caller's generators are left as they were.
+        progress: called as progress(stage, done, total) during long work.
+
+    Raises InputError, TargetError, TextTooLongError, ModelError, CaptureError, NonFiniteError; each message says
+    what was expected, what came, and what to do.
+
+    >>> import attrace
+    >>> result = attrace.explain(None, "Claim your FREE prize now")
+    >>> result.target.label
+    'spam'
+    """
+    _check_options(method, residual, discard)
+    options = Options(heads=heads, residual=residual, discard=discard, layers=None if layers is None else tuple(layers))
+    loaded = _loaded(model, processor, device, progress)
+    from attrace.capture.encoding import encode
+
+    encoding = encode(loaded, inputs, truncate=truncate)
+    with _seeded(seed):
+        if progress is not None:
+            progress("running the model", 0, 0)
+        from attrace.capture.text import ask
+
+        subject = ask(loaded, encoding, target, detail=method == "alti")
+        name, notes = _choose(method, subject, options)
+        scores, more = _run(name, subject, options, progress)
+    notes = [n for n in (encoding.note, *notes, *more) if n]
+    if loaded.model.training:
+        notes.append("The model is in training mode: dropout was on. Call model.eval() for its true answer.")
+    return _join(subject, scores, name, tuple(notes), _settings(subject, options, name, seed))
+
+
+def _check_options(method: str, residual: float, discard: float) -> None:
+    from attrace.methods.registry import method as find
+
+    if method != "auto":
+        find(method)
+    if not 0 <= residual <= 1:
+        raise InputError(f"Expected residual from 0 to 1. Received: {residual!r}.")
+    if not 0 <= discard < 1:
+        raise InputError(f"Expected discard from 0 to 1, 1 excluded. Received: {discard!r}.")
+
+
+def _loaded(model: Any, processor: Any, device: str | None, progress: Progress | None) -> Loaded:
+    from attrace.capture import huggingface
+
+    if model is None or isinstance(model, str | os.PathLike):
+        if progress is not None:
+            progress("loading the model", 0, 0)
+        return huggingface.load(model, device=device)
+    if device is not None:
+        raise InputError("Expected a model object to stay on its device. Received: device=. Move it yourself.")
+    return huggingface.adopt(model, processor)
+
+
+def _choose(method: str, subject: TextSubject, options: Options) -> tuple[str, list[str]]:
+    """The method to run, and what to say about the choice."""
+    if method != "auto":
+        return method, []
+    if subject.loaded.task != "causal":
+        return "rollout", []
+    from attrace.methods.rollout import find_sink, rollout_values
+
+    notes = []
+    sink = find_sink(subject, options, rollout_values(subject, options))
+    if sink is not None:
+        notes.append(
+            f"Plain rollout puts {sink.share:.2f} of its mass on token {sink.index} "
+            f"({subject.encoding.pieces[sink.index]!r}) whatever the target, so it is not the default here; "
+            "--method rollout shows it."
+        )
+    n = int((~subject.protected[: subject.question.length]).sum())
+    cost = float(_parameters(subject.loaded.model)) * n * n
+    if cost <= LEAVE_ONE_OUT_LIMIT:
+        return "leave-one-out", notes
+    notes.append(
+        f"Leave-one-out would take {n} passes over {n} tokens; the last layer's attention is shown instead. "
+        "--method leave-one-out takes the time."
+    )
+    return "last-layer", notes
+
+
+def _parameters(model: Any) -> int:
+    """Parameters that work on every token, the embedding table left out."""
+    table = model.get_input_embeddings().weight
+    return int(sum(p.numel() for p in model.parameters() if p is not table))
+
+
+def _run(name: str, subject: TextSubject, options: Options, progress: Progress | None) -> tuple[Scores, list[str]]:
+    from attrace.methods.registry import method
+
+    chosen = method(name)
+    given = {f.name for f in fields(Options) if getattr(options, f.name) != f.default}
+    if unused := sorted(given - set(chosen.uses)):
+        raise InputError(
+            f"Expected only options that {name} uses ({', '.join(chosen.uses) or 'none'}). Received: "
+            f"{', '.join(unused)}. Leave them out, or name another method."
+        )
+    scores = chosen.run(subject, options, progress)
+    if scores.sink is None:
+        return scores, []
+    piece = subject.encoding.pieces[scores.sink.index]
+    return scores, [
+        f"Collapse: token {scores.sink.index} ({piece!r}) takes {scores.sink.share:.2f} of the mass whatever the "
+        "target. This picture does not tell inputs apart; try --method leave-one-out."
+    ]
+
+
+def _join(
+    subject: TextSubject, scores: Scores, method: str, notes: tuple[str, ...], settings: dict[str, Any]
+) -> Explanation:
+    from attrace.aggregate.tokens import label_tokens
+    from attrace.aggregate.words import words
+
+    encoding, question = subject.encoding, subject.question
+    tokens: tuple[Token, ...] = label_tokens(
+        encoding.text, encoding.offsets, encoding.pieces, encoding.special.tolist()
+    )
+    total = float(abs(scores.values).sum()) + scores.lost_mass + scores.sink_mass
+    return Explanation(
+        text=encoding.text,
+        tokens=tokens,
+        scores=scores.values,
+        words=words(encoding.text, tokens, scores.values, total=total),
+        target=question.target,
+        method=method,
+        signed=scores.signed,
+        unit=scores.unit,
+        lost_mass=scores.lost_mass,
+        sink_mass=scores.sink_mass,
+        sink=scores.sink,
+        predictions=question.predictions,
+        model=subject.loaded.name,
+        notes=notes,
+        settings=settings,
+    )
+
+
+def _settings(subject: TextSubject, options: Options, method: str, seed: int) -> dict[str, Any]:
+    from attrace.methods.registry import method as find
+
+    model = subject.loaded.model
+    used = find(method).uses
+    layers = list(options.layers) if options.layers is not None else list(range(len(subject.trace.ops)))
+    heads = options.heads if isinstance(options.heads, str | int) else [float(w) for w in options.heads]
+    values = {"heads": heads, "residual": options.residual, "discard": options.discard, "layers": layers}
+    return {
+        **{key: value for key, value in values.items() if key in used},
+        "seed": seed,
+        "backend": str(getattr(model.config, "_attn_implementation", "")),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "device": str(model.device),
+        "versions": {name: _version(name) for name in ("attrace", "torch", "transformers")},
+    }
+
+
+def _version(package: str) -> str:
+    return version(package)
+
+
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    try:
+        import torch
+    except ImportError as error:
+        raise MissingDependencyError(f"Expected PyTorch. Received: {error}.") from None
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        yield

@@ -1,0 +1,229 @@
+"""Hugging Face models and tokenizers, loaded with safetensors only, no code of theirs, no network unless named."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import struct
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, Literal
+
+from attrace.errors import (
+    AttraceError,
+    InputError,
+    MissingDependencyError,
+    ModelError,
+    UnsafeWeightsError,
+)
+
+Task = Literal["classifier", "causal", "masked", "encoder"]
+
+EMBEDDED = "embedded"
+"""The name of the model that the package carries."""
+PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.pickle", "*.h5", "*.msgpack")
+HEADER_LIMIT = 32 * 1024 * 1024
+"""Bytes of a safetensors header; real ones take kilobytes."""
+HEADS: tuple[tuple[str, Task, str], ...] = (
+    ("ForSequenceClassification", "classifier", "AutoModelForSequenceClassification"),
+    ("ForMaskedLM", "masked", "AutoModelForMaskedLM"),
+    ("ForCausalLM", "causal", "AutoModelForCausalLM"),
+    ("LMHeadModel", "causal", "AutoModelForCausalLM"),
+    ("Model", "encoder", "AutoModel"),
+)
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model with its tokenizer, ready to run."""
+
+    model: Any
+    tokenizer: Any
+    task: Task
+    name: str
+    """What to call it in results: a folder's or a hub's name, never a full path."""
+
+
+def task_of(architecture: str) -> tuple[Task, str]:
+    """The task that a model class is for, and the auto class that loads it."""
+    for ending, task, auto in HEADS:
+        if architecture.endswith(ending):
+            return task, auto
+    raise ModelError(
+        "Expected a text model: a sequence classifier, a causal or masked language model, or an encoder. "
+        f"Received: {architecture}. Other kinds are not supported yet."
+    )
+
+
+def load(name: str | os.PathLike[str] | None, *, device: str | None = None) -> Loaded:
+    """Load a local folder, a hub name, or (None or "embedded") the model that the package carries.
+
+    Weights are read from safetensors only.  The network is used only where the name is no folder, and then by
+    huggingface_hub under its own settings.  On a CPU weights become float32.
+
+    Raises ModelError for what is no model, UnsafeWeightsError for weights in pickle form, InputError for an
+    unknown device, MissingDependencyError without transformers.
+    """
+    transformers = _transformers()
+    folder, shown = _resolve(name)
+    options: dict[str, Any] = {"trust_remote_code": False}
+    source: str = str(name)
+    if folder is not None:
+        _check_folder(folder)
+        source, options["local_files_only"] = str(folder), True
+    with _clear_errors(shown), quiet():
+        config = transformers.AutoConfig.from_pretrained(source, **options)
+        architecture = (getattr(config, "architectures", None) or ["(none named in config.json)"])[0]
+        task, auto = task_of(architecture)
+        where = check_device(device)
+        model, report = getattr(transformers, auto).from_pretrained(
+            source,
+            config=config,
+            use_safetensors=True,
+            dtype="float32" if where == "cpu" else "auto",
+            output_loading_info=True,
+            **options,
+        )
+        tokenizer = transformers.AutoTokenizer.from_pretrained(source, **options)
+    absent = sorted(report["missing_keys"]) + sorted(str(k) for k in report["mismatched_keys"])
+    if absent:
+        raise ModelError(
+            f"Expected weights for all of {architecture} in {shown}. Received: none for {', '.join(absent[:3])}"
+            f"{' and more' if len(absent) > 3 else ''}; they would be random. Give the trained model."
+        )
+    return Loaded(model.to(where).eval(), tokenizer, task, shown)
+
+
+def adopt(model: Any, processor: Any) -> Loaded:
+    """A model object that the caller holds, with its tokenizer; nothing of it is changed or moved."""
+    if processor is None:
+        raise InputError(
+            f"Expected the tokenizer of {type(model).__name__} as processor=. Received: none. "
+            "Give it, or give the model as a folder or a hub name."
+        )
+    config = getattr(model, "config", None)
+    name = getattr(config, "name_or_path", "") or type(model).__name__
+    task, _ = task_of(type(model).__name__)
+    return Loaded(model, processor, task, Path(name).name if os.path.isabs(name) else name)
+
+
+def check_device(device: str | None) -> str:
+    """The device to run on: as asked, or "cpu"."""
+    import torch
+
+    if device is None or device == "cpu":
+        return "cpu"
+    there = ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
+    if torch.backends.mps.is_available():
+        there.append("mps")
+    if device not in there and not (device == "cuda" and len(there) > 1):
+        raise InputError(f"Expected a device of this machine: {', '.join(there)}. Received: {device!r}.")
+    return device
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Keep transformers' progress bars and hints off the user's screen; everything is set back afterwards."""
+    from transformers.utils import logging as chatter
+
+    level, bars = chatter.get_verbosity(), chatter.is_progress_bar_enabled()
+    chatter.set_verbosity(logging.CRITICAL)
+    chatter.disable_progress_bar()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        chatter.set_verbosity(level)
+        if bars:
+            chatter.enable_progress_bar()
+
+
+def _transformers() -> Any:
+    try:
+        import torch  # noqa: F401
+        import transformers
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"Expected PyTorch and transformers to explain a model. Received: {error}. "
+            "Install them with: pip install 'attrace[hf]'"
+        ) from None
+    return transformers
+
+
+def _resolve(name: str | os.PathLike[str] | None) -> tuple[Path | None, str]:
+    """The folder, where it is one, and the name to show."""
+    if name is None or name == EMBEDDED:
+        return Path(str(files("attrace") / "assets" / "spam")), "attrace's embedded spam classifier"
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path, path.resolve().name
+    looks_local = isinstance(name, os.PathLike) or path.exists() or str(name).startswith((".", "~", os.sep))
+    if looks_local or str(name).count("/") > 1 or not str(name).strip():
+        what = "a file" if path.is_file() else "nothing there"
+        raise ModelError(f"Expected a model's folder or a hub name. Received: {str(name)!r} ({what}).")
+    return None, str(name)
+
+
+def _check_folder(folder: Path) -> None:
+    config = folder / "config.json"
+    if not config.is_file():
+        raise ModelError(
+            f"Expected a model's folder with config.json, *.safetensors and a tokenizer. Received: "
+            f"{str(folder)!r}, which has no config.json."
+        )
+    try:
+        settings = json.loads(config.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"Expected config.json of {str(folder)!r} to be JSON. Received: {error}.") from None
+    if not isinstance(settings, dict) or "model_type" not in settings:
+        raise ModelError(f"Expected config.json of {str(folder)!r} to name a model_type. Received: none.")
+    if "auto_map" in settings:
+        raise UnsafeWeightsError(
+            f"Expected a model of the transformers library. Received: {str(folder)!r}, which brings code of its own "
+            "(auto_map in config.json); attrace never runs such code. Load it yourself and give the object."
+        )
+    weights = sorted(folder.glob("*.safetensors"))
+    if not weights:
+        pickled = sorted(p.name for pattern in PICKLES for p in folder.glob(pattern))
+        if pickled:
+            raise UnsafeWeightsError(
+                f"Expected weights as *.safetensors. Received: {', '.join(pickled[:3])} in {str(folder)!r}; loading "
+                "such a file can run code, so attrace refuses. Convert it with model.save_pretrained(folder)."
+            )
+        raise ModelError(f"Expected weights as *.safetensors in {str(folder)!r}. Received: no weight file.")
+    for path in weights:
+        _check_header(path)
+
+
+def _check_header(path: Path) -> None:
+    """Look at a safetensors file's header length before anything is allocated for it."""
+    with open(path, "rb") as file:
+        head = file.read(8)
+    length = struct.unpack("<Q", head)[0] if len(head) == 8 else -1
+    if not 2 <= length <= min(HEADER_LIMIT, path.stat().st_size - 8):
+        raise ModelError(
+            f"Expected a safetensors file. Received: {path.name} of {path.stat().st_size} bytes with a header "
+            f"length of {length}. The file is damaged or is no safetensors file."
+        )
+
+
+@contextmanager
+def _clear_errors(shown: str) -> Iterator[None]:
+    """Turn what the libraries raise for an unfit model into one ModelError; other errors are faults and pass."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except AttraceError:
+        raise
+    except (OSError, ValueError, KeyError, TypeError, ImportError, RuntimeError, SafetensorError) as error:
+        first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        raise ModelError(
+            f"Expected a model that transformers can load. Received for {shown!r}: {type(error).__name__}: {first}"
+        ) from error

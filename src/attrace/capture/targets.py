@@ -1,0 +1,215 @@
+"""What is explained: a class, the next token, the token at a position, a sentence vector."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from attrace.capture.encoding import Encoding
+from attrace.capture.huggingface import Loaded
+from attrace.errors import InputError, TargetError
+from attrace.types import Prediction, Target
+
+TOP = 5
+"""How many of the model's likeliest answers are told."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """A target made exact for one input."""
+
+    target: Target
+    rival: int | None
+    """Class or vocabulary id of B in "why A rather than B"."""
+    length: int
+    """How many of the input's tokens the model is shown: all, or those before a causal model's target."""
+    predictions: tuple[Prediction, ...]
+
+
+def parse(target: str) -> tuple[str, str]:
+    """ "class:spam" -> ("class", "spam"); "auto" -> ("auto", "")."""
+    kind, colon, rest = target.partition(":")
+    if target == "auto":
+        return "auto", ""
+    if not colon or kind not in ("class", "next", "token") or not rest:
+        raise TargetError(
+            "Expected a target: auto, class:LABEL, class:INDEX, next:TEXT, token:POSITION, or a contrast A~B. "
+            f"Received: {target!r}."
+        )
+    return kind, rest
+
+
+def position(text: str, n: int) -> int:
+    """A token position, negative ones from the end."""
+    if not re.fullmatch(r"[+-]?\d{1,9}", text.strip()):
+        raise TargetError(f"Expected token:POSITION with a whole number. Received: {text!r}.")
+    at = int(text)
+    if not -n <= at < n:
+        raise InputError(f"Expected a token position from 0 to {n - 1} (or -{n} to -1). Received: {at}.")
+    return at % n
+
+
+def shown(loaded: Loaded, index: int) -> str:
+    """A vocabulary entry as text."""
+    text: str = loaded.tokenizer.decode([index])
+    return text if text and "\ufffd" not in text else str(loaded.tokenizer.convert_ids_to_tokens(index))
+
+
+def class_question(loaded: Loaded, logits: Tensor, target: str, n: int) -> Question:
+    """logits (C,)."""
+    config = loaded.model.config
+    count = logits.shape[0]
+    labels = [str(config.id2label.get(i, i)) for i in range(count)]
+    probabilities = _class_probabilities(loaded, logits)
+    kind, text = parse(target)
+    if kind not in ("auto", "class"):
+        raise TargetError(f"Expected class:LABEL of a classifier: {_listed(labels)}. Received: {target!r}.")
+    rival = None
+    if kind == "auto":
+        index = int(logits.argmax())
+    else:
+        index, rival = _contrast(text, lambda name: _class_index(name, labels))
+    likely = [] if probabilities is None else probabilities.argsort(descending=True)[:TOP].tolist()
+    return Question(
+        Target(
+            "class",
+            labels[index],
+            index=index,
+            probability=None if probabilities is None else float(probabilities[index]),
+            contrast=None if rival is None else labels[rival],
+        ),
+        rival,
+        n,
+        tuple(Prediction(labels[i], float(probabilities[i])) for i in likely) if probabilities is not None else (),
+    )
+
+
+def token_question(loaded: Loaded, logits: Tensor, encoding: Encoding, target: str) -> Question:
+    """For a causal model, logits (n, V): the next token, or the token at a position given those before it."""
+    kind, text = parse(target)
+    n = len(encoding)
+    if kind == "class":
+        raise TargetError(f"Expected auto, next:TEXT or token:POSITION of a language model. Received: {target!r}.")
+    if kind == "token":
+        at = position(text, n)
+        if at == 0:
+            raise TargetError("Expected a position with tokens before it, 1 or more. Received: 0, the first token.")
+        probabilities = logits[at - 1].float().softmax(-1)
+        return _token_question(loaded, probabilities, int(encoding.ids[at]), at - 1, None, at)
+    probabilities = logits[-1].float().softmax(-1)
+    index, rival = int(probabilities.argmax()), None
+    if kind == "next":
+        index, rival = _contrast(text, lambda name: _token_index(loaded, name, probabilities))
+    return _token_question(loaded, probabilities, index, n - 1, rival, n)
+
+
+def mask_question(loaded: Loaded, logits: Tensor, encoding: Encoding, target: str) -> Question:
+    """For a masked model, logits (n, V): the answer at its mask, or the token at a position."""
+    kind, text = parse(target)
+    mask = loaded.tokenizer.mask_token
+    masks = np.flatnonzero((encoding.ids == loaded.tokenizer.mask_token_id).cpu().numpy())
+    if kind == "class" or (kind == "next" and len(masks) != 1) or (kind == "auto" and len(masks) != 1):
+        raise TargetError(
+            f"Expected a text with one {mask} to fill, or token:POSITION, of a masked language model. "
+            f"Received: target {target!r} and {len(masks)} {mask} in the text; positions go from 0 to {len(encoding) - 1}."
+        )
+    at = position(text, len(encoding)) if kind == "token" else int(masks[0])
+    probabilities = logits[at].float().softmax(-1)
+    rival = None
+    if kind == "next":
+        index, rival = _contrast(text, lambda name: _token_index(loaded, name, probabilities))
+    else:
+        index = int(probabilities.argmax()) if at in masks else int(encoding.ids[at])
+    return _token_question(loaded, probabilities, index, at, rival, len(encoding))
+
+
+def vector_question(encoding: Encoding, target: str) -> Question:
+    """For an encoder without a head: its mean vector, or the vector at a position."""
+    kind, text = parse(target)
+    if kind in ("class", "next"):
+        raise TargetError(f"Expected auto or token:POSITION of a model without a head. Received: {target!r}.")
+    n = len(encoding)
+    if kind == "auto":
+        return Question(Target("embedding", "sentence vector"), None, n, ())
+    at = position(text, n)
+    return Question(Target("embedding", f"vector of token {at}", position=at), None, n, ())
+
+
+def _token_question(
+    loaded: Loaded, probabilities: Tensor, index: int, at: int, rival: int | None, length: int
+) -> Question:
+    likely = probabilities.topk(min(TOP, len(probabilities)))
+    return Question(
+        Target(
+            "next" if loaded.task == "causal" else "token",
+            shown(loaded, index),
+            index=index,
+            position=at,
+            probability=float(probabilities[index]),
+            contrast=None if rival is None else shown(loaded, rival),
+        ),
+        rival,
+        length,
+        tuple(
+            Prediction(shown(loaded, int(i)), float(p))
+            for i, p in zip(likely.indices.tolist(), likely.values.tolist(), strict=True)
+        ),
+    )
+
+
+def _class_probabilities(loaded: Loaded, logits: Tensor) -> Tensor | None:
+    kind = getattr(loaded.model.config, "problem_type", None)
+    if kind == "regression" or len(logits) == 1:
+        return None
+    return logits.float().sigmoid() if kind == "multi_label_classification" else logits.float().softmax(-1)
+
+
+def _contrast(text: str, find: Any) -> tuple[int, int | None]:
+    """ "A" or "A~B"; a name that itself holds a ~ is tried whole first."""
+    if "~" not in text.strip("~"):
+        return find(text), None
+    try:
+        return find(text), None
+    except TargetError:
+        first, _, second = text.partition("~")
+        index, rival = find(first), find(second)
+        if index == rival:
+            raise TargetError(f"Expected two different targets in A~B. Received: {text!r}.") from None
+        return index, rival
+
+
+def _class_index(name: str, labels: list[str]) -> int:
+    for candidates, wanted in ((labels, name), ([label.casefold() for label in labels], name.casefold())):
+        if candidates.count(wanted) == 1:
+            return candidates.index(wanted)
+    if re.fullmatch(r"\d{1,9}", name) and int(name) < len(labels):
+        return int(name)
+    raise TargetError(f"Expected a class of the model: {_listed(labels)}. Received: {name!r}.")
+
+
+def _token_index(loaded: Loaded, text: str, probabilities: Tensor) -> int:
+    """The vocabulary id of one token's text, with or without a blank before it, whichever is likelier."""
+    found = []
+    for form in (text, " " + text):
+        ids = loaded.tokenizer(form, add_special_tokens=False)["input_ids"]
+        if len(ids) == 1 and ids[0] != loaded.tokenizer.unk_token_id:
+            found.append(int(ids[0]))
+    if not found:
+        likely = [shown(loaded, int(i)) for i in probabilities.topk(min(10, len(probabilities))).indices.tolist()]
+        pieces = loaded.tokenizer.tokenize(text)
+        raise TargetError(
+            f"Expected the text of one token; the likeliest here are {_listed(likely)}. Received: {text!r}, which is "
+            f"{len(pieces)} tokens or unknown to the model."
+        )
+    return max(found, key=lambda i: float(probabilities[i]))
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - 20} more" if len(names) > 20 else ""
+    return ", ".join(repr(n) for n in names[:20]) + more
+
+

@@ -1,0 +1,236 @@
+"""A text model with one text and one target: what the methods ask."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from attrace.capture.encoding import Encoding
+from attrace.capture.huggingface import Loaded
+from attrace.capture.targets import (
+    Question,
+    class_question,
+    mask_question,
+    token_question,
+    vector_question,
+)
+from attrace.capture.torch_recorder import record
+from attrace.capture.trace import Trace
+from attrace.errors import CaptureError, NonFiniteError, ShapeError
+from attrace.types import Floats, Progress
+
+TOKENS_AT_ONCE = 8192
+"""Tokens of one batched forward pass when parts of the input are removed."""
+OPERATORS = ("delete", "hide")
+
+
+@dataclass(eq=False)
+class TextSubject:
+    """A model, an encoded text and a target; implements `attrace.types.Subject`."""
+
+    loaded: Loaded
+    encoding: Encoding
+    question: Question
+    trace: Trace
+    readout: Floats
+    protected: NDArray[np.bool_]
+
+    def score(
+        self, keep: NDArray[np.bool_], *, operator: str = "delete", progress: Progress | None = None
+    ) -> Floats:
+        """The target's score with only the kept tokens: (m, n) -> (m,).
+
+        Log-probability in nats; with a contrast, log p(A) - log p(B); for a vector, its cosine with the vector of
+        the whole text; for a regression, the output.  `operator` "delete" takes the other tokens out of the
+        sequence, "hide" leaves them in place and masks them from attention.  Protected tokens always stay.
+        """
+        if keep.ndim != 2 or keep.shape[1] != len(self.protected):
+            raise ShapeError(f"Expected keep of shape (m, {len(self.protected)}). Received: {keep.shape}.")
+        if operator not in OPERATORS:
+            raise ValueError(f"Expected operator delete or hide. Received: {operator!r}.")
+        kept = (keep | self.protected)[:, : self.question.length]
+        values = np.zeros(len(kept))
+        done = 0
+        for rows in _equal_lengths(kept, operator):
+            values[rows] = self._scores(kept[rows], operator)
+            done += len(rows)
+            if progress is not None:
+                progress("removing tokens", done, len(kept))
+        return values
+
+    def _scores(self, kept: NDArray[np.bool_], operator: str) -> Floats:
+        inputs = {k: v[:, : self.question.length] for k, v in self.encoding.inputs.items()}
+        device = self.encoding.ids.device
+        mask = torch.as_tensor(kept, device=device)
+        at = self.question.target.position
+        if operator == "delete":
+            index = mask.nonzero()[:, 1].view(len(kept), -1)
+            batch = {k: v[0][index] for k, v in inputs.items()}
+            places = None if at is None else mask[:, :at].sum(1)
+            mask = torch.ones_like(index, dtype=torch.bool)
+        else:
+            batch = {k: v.expand(len(kept), -1) for k, v in inputs.items()}
+            batch["attention_mask"] = mask.to(inputs.get("attention_mask", self.encoding.ids).dtype)
+            places = None if at is None else torch.full((len(kept),), at, device=device)
+        with torch.no_grad():
+            output = self.loaded.model(**batch)
+        return self._read(output, mask, places).double().cpu().numpy()
+
+    def _read(self, output: Any, mask: Tensor, places: Tensor | None) -> Tensor:
+        """The target's score of each row: (m,)."""
+        question, task = self.question, self.loaded.task
+        if task == "encoder":
+            return torch.cosine_similarity(
+                _vectors(output, mask, places), _vectors(self.trace.output, None, self._place()), dim=-1
+            )
+        logits = output.logits.float()
+        if task != "classifier":
+            assert places is not None
+            logits = logits[torch.arange(len(logits), device=logits.device), places]
+        index = question.target.index
+        if question.rival is not None:
+            return logits[:, index] - logits[:, question.rival]
+        if task == "classifier" and logits.shape[-1] == 1:
+            return logits[:, 0]
+        if getattr(self.loaded.model.config, "problem_type", None) == "multi_label_classification":
+            return nn.functional.logsigmoid(logits[:, index])
+        return logits.log_softmax(-1)[:, index]
+
+    def _place(self) -> Tensor | None:
+        at = self.question.target.position
+        return None if at is None else torch.tensor([at], device=self.encoding.ids.device)
+
+
+def ask(loaded: Loaded, encoding: Encoding, target: str, *, detail: bool = False) -> TextSubject:
+    """Run the model once on the text, recorded, and make the target exact.
+
+    `detail` keeps what contribution methods need.  Raises TargetError for a target that the model does not have,
+    CaptureError where no attention was seen, NonFiniteError where the model gives NaN (names layer and token).
+    """
+    with torch.no_grad(), record(loaded.model, values=detail) as trace:
+        output = loaded.model(**encoding.inputs)
+    trace.check()
+    _check_finite(loaded, encoding, trace, output)
+    question = _question(loaded, encoding, output, target)
+    protected = encoding.special.copy()
+    if question.target.position is not None and loaded.task != "causal":
+        protected[question.target.position] = True
+    return TextSubject(loaded, encoding, question, trace, _readout(loaded, encoding, question), protected)
+
+
+def _question(loaded: Loaded, encoding: Encoding, output: Any, target: str) -> Question:
+    if loaded.task == "classifier":
+        return class_question(loaded, output.logits[0], target, len(encoding))
+    if loaded.task == "causal":
+        return token_question(loaded, output.logits[0], encoding, target)
+    if loaded.task == "masked":
+        return mask_question(loaded, output.logits[0], encoding, target)
+    return vector_question(encoding, target)
+
+
+def _readout(loaded: Loaded, encoding: Encoding, question: Question) -> Floats:
+    """How the target reads the last layer's positions: (n,), summing to one."""
+    n, at = len(encoding), question.target.position
+    if at is not None:
+        return np.eye(n)[at]
+    if loaded.task == "encoder":
+        return np.full(n, 1.0 / n)
+    norms = _gradient_norms(loaded, encoding, question)
+    if not np.isfinite(norms).all() or norms.sum() == 0:
+        raise CaptureError(
+            f"Expected the target {question.target.label!r} to depend on the last layer of {loaded.name}. "
+            "Received: a gradient of zero or NaN at every position."
+        )
+    return norms / norms.sum()
+
+
+def _gradient_norms(loaded: Loaded, encoding: Encoding, question: Question) -> Floats:
+    """Norms of d logit / d h_i at the last block's output, (n,); only the head is differentiated."""
+    model = loaded.model
+    block = last_block(model)
+    leaves: list[Tensor] = []
+    with torch.no_grad(), _leaf_at(block, leaves):
+        logits = model(**encoding.inputs).logits[0]
+        target = logits[question.target.index]
+        if question.rival is not None:
+            target = target - logits[question.rival]
+        (gradient,) = torch.autograd.grad(target, leaves[-1])
+    norms: Floats = gradient[0].norm(dim=-1).double().cpu().numpy()
+    return norms
+
+
+@contextmanager
+def _leaf_at(block: nn.Module, leaves: list[Tensor]) -> Iterator[None]:
+    """Make the block's output a leaf that gradients start at; from there on the model is differentiated.
+
+    The caller's no_grad block sets the grad mode back.
+    """
+
+    def cut(_module: nn.Module, _args: Any, output: Any) -> Any:
+        hidden = (output[0] if isinstance(output, tuple) else output).detach().requires_grad_()
+        leaves.append(hidden)
+        torch.set_grad_enabled(True)
+        return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
+
+    handle = block.register_forward_hook(cut)
+    try:
+        yield
+    finally:
+        handle.remove()
+        torch.set_grad_enabled(False)
+
+
+def last_block(model: nn.Module) -> nn.Module:
+    """The last layer of the model's longest stack."""
+    stacks = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module)]
+    if not stacks:
+        raise CaptureError(f"Expected a stack of layers in {type(model).__name__}. Received: no ModuleList.")
+    longest = max(stacks, key=len)  # of equally long ones the outermost
+    block = longest[-1]
+    inner = [module for module in block.modules() if isinstance(module, nn.ModuleList) and len(module)]
+    return inner[-1][-1] if len(longest) == 1 and inner else block
+
+
+def _vectors(output: Any, mask: Tensor | None, places: Tensor | None) -> Tensor:
+    """Mean over the kept positions, or the vector at a place: (m, d)."""
+    hidden = output.last_hidden_state.float()
+    if places is not None:
+        return hidden[torch.arange(len(hidden), device=hidden.device), places]
+    if mask is None:
+        return hidden.mean(1)
+    weights = mask[..., None].to(hidden.dtype)
+    return (hidden * weights).sum(1) / weights.sum(1)
+
+
+def _equal_lengths(kept: NDArray[np.bool_], operator: str) -> Iterator[NDArray[np.intp]]:
+    """Rows in batches that need no padding, each of at most TOKENS_AT_ONCE tokens."""
+    lengths = kept.sum(1) if operator == "delete" else np.full(len(kept), kept.shape[1])
+    for length in np.unique(lengths):
+        rows = np.flatnonzero(lengths == length)
+        size = max(1, TOKENS_AT_ONCE // max(1, int(length)))
+        yield from np.split(rows, range(size, len(rows), size))
+
+
+def _check_finite(loaded: Loaded, encoding: Encoding, trace: Trace, output: Any) -> None:
+    result = output.last_hidden_state if loaded.task == "encoder" else output.logits
+    if bool(result.isfinite().all()):
+        return
+    at = "after the last layer"
+    for op in trace.ops:
+        place = op.first_bad_row()
+        if place is not None:
+            at = f"layer {op.layer} ({op.name}), token {place} ({encoding.pieces[place]!r})"
+            break
+    bad = [name for name, p in loaded.model.named_parameters() if not bool(p.isfinite().all())]
+    cause = f"the weights {', '.join(bad[:3])} hold NaN or infinity" if bad else "its weights are finite"
+    raise NonFiniteError(
+        f"Expected finite numbers from {loaded.name}. Received: NaN or infinity, first seen in {at}; {cause}. "
+        "Give a sound copy of the model."
+    )

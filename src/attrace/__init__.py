@@ -1,3 +1,40 @@
 """See which inputs a Transformer's output drew on, and how far the picture can be trusted."""
 
 from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from attrace.api import explain as explain
+    from attrace.api import load as load
+    from attrace.capture.torch_recorder import record as record
+    from attrace.capture.torch_recorder import trace as trace
+    from attrace.ops.rollout import rollout as rollout
+
+# Public name -> the module it is taken from when first used: `import attrace` loads no framework.
+_NAMES = {
+    "explain": "attrace.api",
+    "load": "attrace.api",
+    "record": "attrace.capture.torch_recorder",
+    "trace": "attrace.capture.torch_recorder",
+    "rollout": "attrace.ops.rollout",
+}
+# Public modules that need a framework.
+_MODULES = ("torch",)
+
+__all__ = ["explain", "load", "record", "rollout", "torch", "trace"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _NAMES:
+        value = getattr(import_module(_NAMES[name]), name)
+        globals()[name] = value
+        return value
+    if name in _MODULES:
+        return import_module(f"attrace.{name}")
+    raise AttributeError(f"module 'attrace' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, "__doc__", "__name__", "__file__", "__path__"])

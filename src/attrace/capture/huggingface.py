@@ -78,7 +78,7 @@ def load(name: str | os.PathLike[str] | None, *, device: str | None = None) -> L
         source, options["local_files_only"] = str(folder), True
     with _clear_errors(shown), quiet():
         config = transformers.AutoConfig.from_pretrained(source, **options)
-        architecture = (getattr(config, "architectures", None) or ["(none named in config.json)"])[0]
+        architecture = _architecture(transformers, config, source)
         task, auto = task_of(architecture)
         where = check_device(device)
         model, report = getattr(transformers, auto).from_pretrained(
@@ -154,6 +154,17 @@ def _transformers() -> Any:
             "Install them with: pip install 'attrace[hf]'"
         ) from None
     return transformers
+
+
+def _architecture(transformers: Any, config: Any, source: str) -> str:
+    """The class that config.json names; where it names none, a language model if it comes with settings to write."""
+    named = getattr(config, "architectures", None)
+    if named:
+        return str(named[0])
+    writers = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    if config.model_type in writers and Path(source, "generation_config.json").is_file():
+        return str(writers[config.model_type])
+    return "a config.json without architectures"
 
 
 def _resolve(name: str | os.PathLike[str] | None) -> tuple[Path | None, str]:

@@ -23,7 +23,7 @@ from attrace.capture.targets import (
 )
 from attrace.capture.torch_recorder import record
 from attrace.capture.trace import Trace
-from attrace.errors import CaptureError, NonFiniteError, ShapeError
+from attrace.errors import CaptureError, InputError, NonFiniteError, ShapeError
 from attrace.types import Floats, Progress
 
 TOKENS_AT_ONCE = 8192
@@ -66,34 +66,44 @@ class TextSubject:
         return values
 
     def _scores(self, kept: NDArray[np.bool_], operator: str) -> Floats:
-        inputs = {k: v[:, : self.question.length] for k, v in self.encoding.inputs.items()}
+        """For rows that keep equally many tokens (under "delete")."""
         device = self.encoding.ids.device
         mask = torch.as_tensor(kept, device=device)
-        at = self.question.target.position
-        if operator == "delete":
+        if not kept.any():
+            batch, mask = self._nothing(len(kept)), mask[:, :1] | True
+        elif operator == "delete":
             index = mask.nonzero()[:, 1].view(len(kept), -1)
-            batch = {k: v[0][index] for k, v in inputs.items()}
-            places = None if at is None else mask[:, :at].sum(1)
-            mask = torch.ones_like(index, dtype=torch.bool)
+            batch = {k: v[0][index] for k, v in self.encoding.inputs.items()}
         else:
-            batch = {k: v.expand(len(kept), -1) for k, v in inputs.items()}
-            batch["attention_mask"] = mask.to(inputs.get("attention_mask", self.encoding.ids).dtype)
-            places = None if at is None else torch.full((len(kept),), at, device=device)
+            batch = {k: v[:, : kept.shape[1]].expand(len(kept), -1) for k, v in self.encoding.inputs.items()}
+            batch["attention_mask"] = mask.long()
         with torch.no_grad():
             output = self.loaded.model(**batch)
-        return self._read(output, mask, places).double().cpu().numpy()
+        return self._read(output, mask, operator).double().cpu().numpy()
 
-    def _read(self, output: Any, mask: Tensor, places: Tensor | None) -> Tensor:
+    def _nothing(self, rows: int) -> dict[str, Tensor]:
+        """What a model is shown when every token is gone: the beginning of a text."""
+        tokenizer = self.loaded.tokenizer
+        begin = next((i for i in (tokenizer.bos_token_id, tokenizer.eos_token_id) if i is not None), None)
+        if begin is None:
+            raise InputError(
+                f"Expected a token to stay, since {self.loaded.name} has no begin-of-text token. Received: a text of "
+                "one token. Give a longer text, or another method."
+            )
+        ids = torch.full((rows, 1), begin, device=self.encoding.ids.device)
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+    def _read(self, output: Any, mask: Tensor, operator: str) -> Tensor:
         """The target's score of each row: (m,)."""
         question, task = self.question, self.loaded.task
         if task == "encoder":
-            return torch.cosine_similarity(
-                _vectors(output, mask, places), _vectors(self.trace.output, None, self._place()), dim=-1
-            )
+            places = self._places(mask, operator)
+            whole = _vectors(self.trace.output, None, self._places(mask[:1] | True, "hide"))
+            kept = None if operator == "delete" else mask
+            return torch.cosine_similarity(_vectors(output, kept, places), whole, dim=-1)
         logits = output.logits.float()
         if task != "classifier":
-            assert places is not None
-            logits = logits[torch.arange(len(logits), device=logits.device), places]
+            logits = logits[torch.arange(len(logits), device=logits.device), self._places(mask, operator)]
         index = question.target.index
         if question.rival is not None:
             return logits[:, index] - logits[:, question.rival]
@@ -103,9 +113,16 @@ class TextSubject:
             return nn.functional.logsigmoid(logits[:, index])
         return logits.log_softmax(-1)[:, index]
 
-    def _place(self) -> Tensor | None:
+    def _places(self, mask: Tensor, operator: str) -> Tensor | None:
+        """Where each row's output stands: (m,), or None where the input is pooled."""
         at = self.question.target.position
-        return None if at is None else torch.tensor([at], device=self.encoding.ids.device)
+        if at is None:
+            return None
+        if self.loaded.task == "causal":  # the next token is read at the last one that stayed
+            order = torch.arange(1, mask.shape[1] + 1, device=mask.device)
+            return mask.sum(1) - 1 if operator == "delete" else (mask * order).argmax(1)
+        return mask[:, :at].sum(1) if operator == "delete" else torch.full_like(mask[:, 0], at, dtype=torch.long)
+
 
 
 def ask(loaded: Loaded, encoding: Encoding, target: str, *, detail: bool = False) -> TextSubject:

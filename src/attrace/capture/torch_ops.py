@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
@@ -13,6 +13,9 @@ from attrace.errors import CaptureError, InputError, NonFiniteError, ShapeError
 from attrace.ops.attention.rows import blocks, weight_rows, working_dtype
 from attrace.ops.heads import CheckedHeads, check_heads, fuse_heads
 from attrace.types import Heads
+
+if TYPE_CHECKING:
+    from attrace.capture.torch_blocks import Block
 
 
 def version_of(tensor: Tensor) -> int:
@@ -30,6 +33,8 @@ class TorchAttention:
     shape: tuple[int, int, int, int]
     value: Tensor | None = field(default=None, repr=False)
     """(B, K, T, Dv), kept only where the recorder was asked for it."""
+    block: Block | None = field(default=None, repr=False)
+    """The block around the call, kept with the values where the model's family is known."""
 
     @property
     def heads(self) -> int:

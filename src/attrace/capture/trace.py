@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -41,6 +41,11 @@ class Trace:
     """For each call of the model, how many operators there were before it."""
     valid: Tensor | None = field(default=None, repr=False)
     """(B, n), True at real tokens, where the call had an attention mask of that shape."""
+
+    values: bool = False
+    """Recorded with values, and with the attention blocks where the family is known."""
+    family: str = ""
+    """The model's configured type, for messages."""
 
     def begin(self, attention_mask: Any) -> None:
         """Note that the model is called (the recorder does)."""
@@ -118,6 +123,20 @@ class Trace:
         if segments is not None:
             return source_columns(ops, _indicators(segments, eye), mixing)
         return source_columns(ops, eye, mixing)
+
+    def contributions(self) -> Trace:
+        """This run with each attention block's contributions in the place of its maps: one head, rows sum to one.
+
+        c_ij is the share of token j in row i of the block's output, residual, output projection and layer norm
+        included (Ferrando, Gállego and Costa-jussà 2022, arXiv 2203.04212, eq. 8 to 11).  The residual is inside:
+        roll out with residual=0.0 (eq. 12).  Needs `record(model, values=True)` and a known family; CaptureError
+        otherwise.  Nothing is computed until it is asked for.
+        """
+        from attrace.capture.torch_blocks import contributions_of
+
+        self.check()
+        ops: list[TorchAttention] = [contributions_of(op, self.family, values=self.values) for op in self.ops]
+        return replace(self, ops=ops, unread=[], starts=list(self.starts))
 
     def _chain(self, layers: Sequence[int] | None) -> list[TorchAttention]:
         self.check()

@@ -25,10 +25,16 @@ TargetKind = Literal["class", "next", "token", "embedding"]
 class AttentionOp(Protocol):
     """One attention call of a model, as a linear operator on tokens."""
 
-    name: str
-    """Dotted name of the module that made the call."""
-    kind: Literal["self", "cross"]
-    heads: int
+    @property
+    def name(self) -> str:
+        """Dotted name of the module that made the call."""
+        ...
+
+    @property
+    def kind(self) -> Literal["self", "cross"]: ...
+
+    @property
+    def heads(self) -> int: ...
 
     @property
     def shape(self) -> tuple[int, int, int, int]:

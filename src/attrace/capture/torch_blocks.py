@@ -79,8 +79,9 @@ class BlockInputs:
         return Block(residual.detach(), weight, None if bias is None else bias.detach(), after)
 
     def _noting(self, name: str) -> Any:
-        def note(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            hidden = args[0] if args else kwargs.get("hidden_states")
+        def note(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
+            # Called without kwargs in another thread while this hook is taken away.
+            hidden = args[0] if args else (kwargs or {}).get("hidden_states")
             if threading.get_ident() == self._thread and isinstance(hidden, Tensor):
                 self._inputs[name] = hidden
 

@@ -76,7 +76,9 @@ class TorchAttention:
             if index.ndim != 1 or index.dtype.is_floating_point or index.dtype == torch.bool:
                 raise InputError(f"Expected query rows as integers. Received: {rows!r}.")
             if len(index) and (int(index.min()) < -length or int(index.max()) >= length):
-                raise InputError(f"Expected query rows from 0 to {length - 1} of {self.name}. Received: {rows!r}.")
+                raise InputError(
+                    f"Expected query rows from 0 to {length - 1} of {self.name}. Received: {rows!r}."
+                )
             index = index % length
         return self._checked(index)
 
@@ -194,8 +196,6 @@ class SoftmaxAttention(TorchAttention):
 
     def _rows(self, rows: Tensor) -> Tensor:
         return self.map.index_select(2, rows).to(self.dtype)
-
-
 
 
 def _coefficients(heads: CheckedHeads, count: int) -> list[float] | None:

@@ -51,7 +51,8 @@ PRODUCTS = {aten.bmm.default, aten.baddbmm.default}
 
 
 def storage_of(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    address: int = tensor.untyped_storage()._cdata
+    return address
 
 
 @dataclass
@@ -67,7 +68,7 @@ class Recorder(TorchDispatchMode):
     """Fills a trace while the model runs under it."""
 
     def __init__(self, trace: Trace, model: nn.Module, *, blocks: BlockInputs | None) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._trace = trace
         self._blocks = blocks
         self._values = blocks is not None
@@ -178,21 +179,17 @@ class Recorder(TorchDispatchMode):
 
     def _as_map(self, found: PendingSoftmax, used: Tensor) -> Tensor | None:
         """The softmax as (B, H, Q, T): as computed, or as used where a column (a sink) was cut off."""
-        weights = found.map
-        if weights.numel() != used.numel():
-            if weights.ndim != 4 or used.shape[-2] != weights.shape[-2]:
-                return self._refuse(found)
-            weights = used.detach().reshape(*weights.shape[:3], used.shape[-1])
-        if weights.ndim == 3:  # (B * H, Q, T)
-            if not self._batch or weights.shape[0] % self._batch:
-                return self._refuse(found)
-            weights = weights.unflatten(0, (self._batch, -1))
-        if weights.ndim != 4:
-            return self._refuse(found)
-        return weights
-
-    def _refuse(self, found: PendingSoftmax) -> None:
-        self._trace.unread.append(f"{found.module} (a map of shape {tuple(found.map.shape)})")
+        weights, whole = found.map, found.map.numel() == used.numel()
+        if weights.ndim == 4 and whole:
+            return weights
+        if weights.ndim == 4 and used.shape[-2] == weights.shape[-2]:
+            return used.detach().reshape(*weights.shape[:3], used.shape[-1])
+        if (
+            weights.ndim == 3 and whole and self._batch and weights.shape[0] % self._batch == 0
+        ):  # (B * H, Q, T)
+            return weights.reshape(self._batch, -1, *weights.shape[1:])
+        self._trace.unread.append(f"{found.module} (a map of shape {tuple(weights.shape)})")
+        return None
 
     def _record(self, op: TorchAttention) -> None:
         if self._blocks is not None:

@@ -123,6 +123,11 @@ def _effect(score: float, scale: float) -> str:
     return text if float(text) else text.lstrip("+-")
 
 
+def _is_run(values: list[Any]) -> bool:
+    """Whole numbers that go up by one."""
+    return all(type(v) is int for v in values) and values == list(range(values[0], values[0] + len(values)))
+
+
 def _setting(value: Any) -> str:
     if isinstance(value, str):
         text = value
@@ -132,6 +137,8 @@ def _setting(value: Any) -> str:
         text = f"{value:.6g}"
     elif isinstance(value, Mapping):
         text = ", ".join(f"{key} {_setting(part)}" for key, part in value.items())
+    elif isinstance(value, list) and len(value) > 2 and _is_run(value):
+        text = f"{value[0]}-{value[-1]}"  # a run of layers
     else:
         text = json.dumps(value, ensure_ascii=False, default=str)
     return visible(text if len(text) <= 200 else text[:199] + "…")

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 
 from attrace.errors import CaptureError, InputError, NonFiniteError, ShapeError
 from attrace.ops.attention.rows import blocks, weight_rows, working_dtype
-from attrace.ops.heads import fuse, head_weights
+from attrace.ops.heads import CheckedHeads, check_heads, fuse_heads
 from attrace.types import Heads
+
+if TYPE_CHECKING:
+    from attrace.capture.torch_blocks import Block
 
 
 def version_of(tensor: Tensor) -> int:
@@ -30,6 +33,8 @@ class TorchAttention:
     shape: tuple[int, int, int, int]
     value: Tensor | None = field(default=None, repr=False)
     """(B, K, T, Dv), kept only where the recorder was asked for it."""
+    block: Block | None = field(default=None, repr=False)
+    """The block around the call, kept with the values where the model's family is known."""
 
     @property
     def heads(self) -> int:
@@ -90,11 +95,11 @@ class TorchAttention:
         columns = self._columns(r, self.shape[2], "queries")
         rows = (columns != 0).any(dim=2).any(dim=0).nonzero().squeeze(1)
         product = columns.new_zeros(self.shape[0], columns.shape[2], self.shape[3])
-        coefficients = head_weights(heads, self.heads)
+        coefficients = _coefficients(check_heads(heads, self.heads), self.heads)
         for block in blocks(rows, self.shape[0] * self.heads * self.shape[3]):
             left, weights = columns.index_select(1, block).transpose(1, 2), self._checked(block)
             if coefficients is None:
-                product += left @ fuse(weights, heads)
+                product += left @ fuse_heads(weights, heads)
             else:  # a linear fusion goes to the small side of the product
                 c = torch.tensor(coefficients, dtype=left.dtype, device=left.device)
                 wide = (left[:, :, None, :] * c[:, None]).flatten(2)
@@ -107,7 +112,7 @@ class TorchAttention:
 
     def _fused_blocks(self, rows: Tensor, heads: Heads) -> Iterator[tuple[Tensor, Tensor]]:
         for block in blocks(rows, self.shape[0] * self.heads * self.shape[3]):
-            yield block, fuse(self._checked(block), heads)
+            yield block, fuse_heads(self._checked(block), heads)
 
     def _all_rows(self) -> Tensor:
         return torch.arange(self.shape[2], device=self.device)
@@ -191,6 +196,15 @@ class SoftmaxAttention(TorchAttention):
         return self.map.index_select(2, rows).to(self.dtype)
 
 
+
+
+def _coefficients(heads: CheckedHeads, count: int) -> list[float] | None:
+    """The weight of each head in a linear fusion; None for the largest and the smallest."""
+    if heads == "mean":
+        return [1 / count] * count
+    if isinstance(heads, int):
+        return [float(head == heads) for head in range(count)]
+    return None if isinstance(heads, str) else list(heads)
 
 
 def _first(flags: Tensor) -> int | None:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from attrace.capture.torch_blocks import BlockInputs
 from attrace.capture.torch_ops import QueryKeyAttention, SoftmaxAttention, TorchAttention
 from attrace.capture.trace import Trace
 from attrace.errors import CaptureError
@@ -65,10 +66,11 @@ class PendingSoftmax:
 class Recorder(TorchDispatchMode):
     """Fills a trace while the model runs under it."""
 
-    def __init__(self, trace: Trace, model: nn.Module, *, values: bool) -> None:
+    def __init__(self, trace: Trace, model: nn.Module, *, blocks: BlockInputs | None) -> None:
         super().__init__()
         self._trace = trace
-        self._values = values
+        self._blocks = blocks
+        self._values = blocks is not None
         self._thread = threading.get_ident()
         self._names = {id(module): name or type(model).__name__ for name, module in model.named_modules()}
         self._running: list[str] = []
@@ -86,8 +88,11 @@ class Recorder(TorchDispatchMode):
         if id(module) in self._names and threading.get_ident() == self._thread and self._running:
             self._running.pop()
 
-    def enter_model(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if threading.get_ident() != self._thread:
+    def enter_model(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
+    ) -> None:
+        # Another thread may run the same model while this hook is taken away, and then call it without kwargs.
+        if threading.get_ident() != self._thread or kwargs is None:
             return
         self._running[:] = [self._names[id(model)]]  # a call that an error cut short leaves names behind
         self._pending.clear()
@@ -190,6 +195,8 @@ class Recorder(TorchDispatchMode):
         self._trace.unread.append(f"{found.module} (a map of shape {tuple(found.map.shape)})")
 
     def _record(self, op: TorchAttention) -> None:
+        if self._blocks is not None:
+            op.block = self._blocks.block_of(op.name)
         self._trace.ops.append(op)
 
 
@@ -199,7 +206,8 @@ def record(model: nn.Module, *, values: bool = False) -> Iterator[Trace]:
 
     The model runs unchanged, under its own attention backend; its output is bit-identical and nothing is left on
     it afterwards, also after an error.  Query and key of each call are held until the trace goes (the map itself
-    where the model computes one); `values=True` holds the values too.  Only the thread that opened the block is
+    where the model computes one); `values=True` holds what contributions need besides: the values, and where the
+    family is known the block's input.  Only the thread that opened the block is
     recorded.  An unfit model is a CaptureError.
 
     >>> import torch, attrace
@@ -213,8 +221,14 @@ def record(model: nn.Module, *, values: bool = False) -> Iterator[Trace]:
     if not isinstance(model, nn.Module):
         raise CaptureError(f"Expected a torch.nn.Module. Received: {type(model).__name__}.")
     trace = Trace(type(model).__name__)
-    recorder = Recorder(trace, model, values=values)
+    blocks = None
+    if values:
+        blocks = BlockInputs(model)
+        trace.values, trace.family = True, blocks.family_of("")
+    recorder = Recorder(trace, model, blocks=blocks)
     with ExitStack() as undo:
+        for handle in blocks.watch() if blocks else ():
+            undo.callback(handle.remove)
         handles = (
             register_module_forward_pre_hook(recorder.enter_module),
             register_module_forward_hook(recorder.leave_module, always_call=True),

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,6 +13,13 @@ from torch import Tensor
 
 from attrace.errors import CaptureError, InputError, ShapeError
 from attrace.ops.heads import check_heads
+from attrace.ops.rollout.checks import (
+    check_discard,
+    check_index,
+    check_positions,
+    check_residual,
+    check_tolerance,
+)
 from attrace.ops.rollout.streamed import Mixing, source_columns, target_rows
 from attrace.types import Heads
 
@@ -35,6 +41,11 @@ class Trace:
     """For each call of the model, how many operators there were before it."""
     valid: Tensor | None = field(default=None, repr=False)
     """(B, n), True at real tokens, where the call had an attention mask of that shape."""
+
+    values: bool = False
+    """Recorded with values, and with the attention blocks where the family is known."""
+    family: str = ""
+    """The model's configured type, for messages."""
 
     def begin(self, attention_mask: Any) -> None:
         """Note that the model is called (the recorder does)."""
@@ -84,14 +95,16 @@ class Trace:
         Raises InputError for an option out of range, CaptureError where the layers do not form one chain.
         """
         ops = self._chain(layers)
-        _check_share("residual", residual, closed=True)
-        _check_share("discard", discard, closed=False)
-        _check_share("tolerance", tolerance, closed=False)
+        residual, discard, tolerance = (
+            check_residual(residual),
+            check_discard(discard),
+            check_tolerance(tolerance),
+        )
         if sum(q is not None for q in (target, source, segments)) > 1:
             raise InputError("Expected one of target, source and segments. Received: more than one. Ask one by one.")
         for op in ops:
             check_heads(heads, op.heads)
-        changed = discard > 0 or heads in ("max", "min") or not (isinstance(heads, str | int))
+        changed = discard > 0 or heads in ("max", "min")
         mixing = Mixing(heads, residual, changed if normalize is None else normalize, discard, self.valid)
         batch, _, n, _ = ops[0].shape
         top = ops[-1]
@@ -100,14 +113,30 @@ class Trace:
             if isinstance(target, Tensor | np.ndarray) and torch.as_tensor(target).is_floating_point():
                 start = _start_row(torch.as_tensor(target), batch, n).to(top.device, top.dtype)
                 return target_rows(ops, start[..., None], mixing, tolerance=tolerance).squeeze(-1)
-            rows = target_rows(ops, eye[..., positions(target, n)], mixing, tolerance=tolerance)
-            return rows.squeeze(-1) if isinstance(target, int) else rows.transpose(1, 2)
+            at, single = check_positions("target", target, n)
+            rows = target_rows(ops, eye[..., at], mixing, tolerance=tolerance)
+            return rows.squeeze(-1) if single else rows.transpose(1, 2)
         if source is not None:
-            columns = source_columns(ops, eye[..., positions(source, n)], mixing)
-            return columns.squeeze(-1) if isinstance(source, int) else columns.transpose(1, 2)
+            at, single = check_positions("source", source, n)
+            columns = source_columns(ops, eye[..., at], mixing)
+            return columns.squeeze(-1) if single else columns.transpose(1, 2)
         if segments is not None:
             return source_columns(ops, _indicators(segments, eye), mixing)
         return source_columns(ops, eye, mixing)
+
+    def contributions(self) -> Trace:
+        """This run with each attention block's contributions in the place of its maps: one head, rows sum to one.
+
+        c_ij is the share of token j in row i of the block's output, residual, output projection and layer norm
+        included (Ferrando, Gállego and Costa-jussà 2022, arXiv 2203.04212, eq. 8 to 11).  The residual is inside:
+        roll out with residual=0.0 (eq. 12).  Needs `record(model, values=True)` and a known family; CaptureError
+        otherwise.  Nothing is computed until it is asked for.
+        """
+        from attrace.capture.torch_blocks import contributions_of
+
+        self.check()
+        ops: list[TorchAttention] = [contributions_of(op, self.family, values=self.values) for op in self.ops]
+        return replace(self, ops=ops, unread=[], starts=list(self.starts))
 
     def _chain(self, layers: Sequence[int] | None) -> list[TorchAttention]:
         self.check()
@@ -130,27 +159,10 @@ def layer_indices(layers: Sequence[int] | None, count: int) -> list[int]:
     """Layer numbers, negative ones from the end, in forward order; InputError where one does not exist."""
     if layers is None:
         return list(range(count))
-    chosen = []
-    for layer in layers:
-        if isinstance(layer, bool) or not isinstance(layer, int) or not -count <= layer < count:
-            raise InputError(f"Expected layers from 0 to {count - 1}. Received: {layer!r}.")
-        chosen.append(layer % count)
-    if not chosen or len(set(chosen)) < len(chosen):
+    chosen = {check_index("layers", layer, count, f"the model has {count} layers") for layer in layers}
+    if not chosen or len(chosen) < len(layers):
         raise InputError(f"Expected at least one layer, each once. Received: {list(layers)!r}.")
     return sorted(chosen)
-
-
-def positions(where: Any, n: int) -> list[int]:
-    """Token positions, negative ones from the end; InputError where one does not exist."""
-    found = []
-    for position in [where] if isinstance(where, int) else where:
-        position = int(position)
-        if not -n <= position < n:
-            raise InputError(f"Expected a token position from 0 to {n - 1} (or -{n} to -1). Received: {position}.")
-        found.append(position % n)
-    if not found:
-        raise InputError("Expected at least one token position. Received: none.")
-    return found
 
 
 def _start_row(row: Tensor, batch: int, n: int) -> Tensor:
@@ -168,8 +180,3 @@ def _indicators(segments: Sequence[tuple[int, int]], eye: Tensor) -> Tensor:
     if not segments:
         raise InputError("Expected at least one segment. Received: none.")
     return torch.stack([eye[..., a:b].sum(-1) for a, b in segments], dim=-1)
-
-
-def _check_share(name: str, value: float, *, closed: bool) -> None:
-    if not (math.isfinite(value) and 0 <= value and (value <= 1 if closed else value < 1)):
-        raise InputError(f"Expected {name} from 0 to 1{'' if closed else ', 1 excluded'}. Received: {value!r}.")

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from attrace.errors import InputError
+from attrace.methods.alti import alti
 from attrace.methods.last_layer import last_layer
 from attrace.methods.leave_one_out import leave_one_out
 from attrace.methods.rollout import rollout
@@ -28,6 +29,7 @@ METHODS = {
     for m in (
         Method("rollout", rollout, "one Q K^T pass a layer", ("heads", "residual", "discard", "layers")),
         Method("last-layer", last_layer, "one Q K^T row", ("heads", "discard", "layers")),
+        Method("alti", alti, "n x n vectors of the model's width a layer and head", ("layers",)),
         Method("leave-one-out", leave_one_out, "n forward passes, batched", ()),
     )
 }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from attrace.types import Floats, Options, Progress, Scores, Sink, Subject
@@ -28,11 +30,19 @@ def rollout_values(subject: Subject, options: Options) -> Floats:
 
 
 def find_sink(subject: Subject, options: Options, values: Floats) -> Sink | None:
-    """The position that takes more than COLLAPSE of this target and of half the other positions, if there is one."""
+    """The position on which rollout collapses, if there is one."""
+    return collapse(values, lambda index: _ask(subject, options, source=index))
+
+
+def collapse(values: Floats, column: Callable[[int], Floats]) -> Sink | None:
+    """The position that takes more than COLLAPSE of this target and of half the other positions.
+
+    `values` (n,) is the target's row; column(j) gives token j's share in every position, (n,).
+    """
     index = int(values.argmax())
     if len(values) < 3 or values[index] <= COLLAPSE:
         return None
-    others = np.delete(_ask(subject, options, source=index), index)
+    others = np.delete(column(index), index)
     return Sink(index, float(values[index])) if float(np.median(others)) > COLLAPSE else None
 
 

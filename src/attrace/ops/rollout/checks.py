@@ -22,6 +22,10 @@ def check_discard(discard: Any) -> float:
     return _check_share("discard", discard, "from 0 to below 1", lambda share: 0.0 <= share < 1.0)
 
 
+def check_tolerance(tolerance: Any) -> float:
+    return _check_share("tolerance", tolerance, "from 0 to below 1", lambda share: 0.0 <= share < 1.0)
+
+
 def _check_share(name: str, value: Any, bounds: str, fits: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, Real) or not fits(float(value)):
         raise InputError(

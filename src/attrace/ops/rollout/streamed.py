@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from attrace.ops.namespace import framework_of
+from attrace.ops.rollout.discard import drop_smallest
 from attrace.types import AttentionOp, Heads
 
 
@@ -70,23 +72,17 @@ class Layer:
         """The fused map, (B, n, n), without its smallest cells."""
         fused: Tensor = self.op.fused(self.mixing.heads)
         share, valid = self.mixing.discard, self.mixing.valid
+        framework = framework_of(fused)
+        assert framework is not None
         if valid is None or bool(valid.all()):
-            return discard_smallest(fused, share)
+            whole: Tensor = drop_smallest(framework, fused, share)
+            return whole
         kept = fused.clone()
         for item, real in enumerate(valid):
             at = real.nonzero().squeeze(1)
-            kept[item, at[:, None], at] = discard_smallest(fused[item : item + 1, at[:, None], at], share)[0]
+            cells = fused[item : item + 1, at[:, None], at]
+            kept[item, at[:, None], at] = drop_smallest(framework, cells, share)[0]
         return kept
-
-
-def discard_smallest(fused: Tensor, share: float) -> Tensor:
-    """Set the floor(share * cells) smallest cells of each (n, n) map to zero; of equal ones the first go first."""
-    flat = fused.flatten(1)
-    count = int(share * flat.shape[1])
-    if not count:
-        return fused
-    order = flat.detach().argsort(dim=1, stable=True)
-    return flat.scatter(1, order[:, :count], 0.0).view_as(fused)
 
 
 def target_rows(ops: Sequence[AttentionOp], r: Tensor, mixing: Mixing, *, tolerance: float = 0.0) -> Tensor:

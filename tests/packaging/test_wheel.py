@@ -107,7 +107,9 @@ def main_job(built: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory)
 
 
 needs_api = pytest.mark.skipif(not (PACKAGE / "api.py").exists(), reason="src/attrace/api.py is not there yet")
-needs_model = pytest.mark.skipif(not (PACKAGE / "assets").exists(), reason="no embedded model yet")
+needs_model = pytest.mark.skipif(
+    not (PACKAGE / "assets" / "spam" / "config.json").exists(), reason="no embedded model yet"
+)
 
 
 @needs_api

@@ -35,9 +35,7 @@ def word_piece():
     tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
     tokenizer.normalizer = normalizers.BertNormalizer()
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    trainer = trainers.WordPieceTrainer(
-        vocab_size=70, special_tokens=["[UNK]", "[CLS]", "[SEP]"], show_progress=False
-    )
+    trainer = trainers.WordPieceTrainer(vocab_size=70, special_tokens=["[UNK]", "[CLS]", "[SEP]"], show_progress=False)
     tokenizer.train_from_iterator(CORPUS, trainer)
     tokenizer.post_processor = processors.TemplateProcessing(
         single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 1), ("[SEP]", 2)]

@@ -161,9 +161,7 @@ def test_no_mass_is_lost(case):
     grouped = words(text, tokens, scores, total=total)
     special = sum(abs(scores[i]) for i, token in enumerate(tokens) if token.special)
     if total:
-        assert math.isclose(
-            sum(w.share for w in grouped) + (special + lost + sink) / total, 1.0, abs_tol=1e-9
-        )
+        assert math.isclose(sum(w.share for w in grouped) + (special + lost + sink) / total, 1.0, abs_tol=1e-9)
     seen = [index for word in grouped for index in word.tokens]
     assert sorted(seen) == [index for index, token in enumerate(tokens) if not token.special]
 

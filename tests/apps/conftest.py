@@ -30,9 +30,7 @@ def api(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
 
 @pytest.fixture
-def attrace_run(
-    api: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
-) -> Callable[..., tuple[int, str, str]]:
+def attrace_run(api: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
     """attrace_run("explain", "x") -> (exit code, standard output, standard error), in this process."""
 
     def call(*arguments: str) -> tuple[int, str, str]:

@@ -133,9 +133,7 @@ def test_an_error_is_one_message_without_traceback(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_fault_keeps_its_traceback_and_has_its_own_code(
-    attrace_run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_fault_keeps_its_traceback_and_has_its_own_code(attrace_run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FAKE_API", "fault")
     code, out, err = attrace_run("explain", "x")
     assert (code, out) == (70, "")

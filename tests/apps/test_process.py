@@ -79,9 +79,7 @@ def closed(command: subprocess.Popen[bytes], streams: str) -> subprocess.Complet
     command.communicate(timeout=60)
     line = ["sh", "-c", f'exec "$@" {streams}', "sh", *arguments]
     path = os.pathsep.join([str(Path(arguments[1]).parent), os.environ["PYTHONPATH"]])
-    return subprocess.run(
-        line, capture_output=True, check=False, timeout=60, env={**os.environ, "PYTHONPATH": path}
-    )
+    return subprocess.run(line, capture_output=True, check=False, timeout=60, env={**os.environ, "PYTHONPATH": path})
 
 
 def test_closed_streams(start: Start, tmp_path: Path) -> None:

@@ -47,9 +47,7 @@ def test_the_lock_satisfies_the_project(requirement: Requirement) -> None:
 
 
 def test_hand_pins_are_in_the_lock() -> None:
-    lines = (
-        line.split("#")[0].strip() for line in (ROOT / "requirements" / "pins.txt").read_text().splitlines()
-    )
+    lines = (line.split("#")[0].strip() for line in (ROOT / "requirements" / "pins.txt").read_text().splitlines())
     for pin in map(Requirement, filter(None, lines)):
         assert [str(r.specifier) for r in pinned()[pin.name]] == [str(pin.specifier)]
 

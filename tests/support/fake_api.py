@@ -28,7 +28,7 @@ class Explanation:
         for index in range(int(os.environ.get("FAKE_LINES", "1"))):
             console.print(f"{index} {self.text} [bold]top {top} {units}")
 
-    def to_html(self, path: Path) -> None:
+    def to_html(self, path: Path, *, units: str) -> None:
         Path(path).write_text(f"<p>{self.text}", encoding="utf-8")
 
     def to_dict(self) -> dict[str, Any]:
@@ -49,7 +49,7 @@ def explain(model: Any, inputs: str, *, progress: Any = None, **asked: Any) -> E
     return Explanation(inputs, asked)
 
 
-def check_writable(path: Path) -> None:
+def check_output(path: Path) -> None:
     if not Path(path).parent.is_dir():
         raise errors.OutputError(f"Expected a folder that can be written. Received: {str(path.parent)!r}.")
 
@@ -57,7 +57,7 @@ def check_writable(path: Path) -> None:
 def install() -> types.ModuleType:
     """Put the stand-in where `from attrace import api` finds it; the module that was made is returned."""
     module = types.ModuleType("attrace.api")
-    for thing in (Explanation, explain, check_writable):
+    for thing in (Explanation, explain, check_output):
         setattr(module, thing.__name__, thing)
     sys.modules["attrace.api"] = module
     attrace.api = module  # type: ignore[attr-defined]

@@ -12,14 +12,14 @@ from attrace.apps import options
 app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
-    rich_markup_mode="rich",
+    rich_markup_mode=None,  # rich help pages cost 0.1 s: they import a Markdown parser and pygments
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
 Target = Annotated[
     str,
     typer.Option(
-        help="The output to explain: auto, class:LABEL, token:POSITION, next:TEXT, next:A~B (A, not B).",
+        help="The output to explain: auto, class:LABEL, token:POSITION, next:TEXT, or a contrast next:A~B, class:A~B.",
         metavar="TARGET",
     ),
 ]
@@ -65,9 +65,7 @@ def explain(
     ],
     model: Annotated[
         str | None,
-        typer.Option(
-            help="A model's folder or a hub name. Default: the embedded spam classifier.", metavar="MODEL"
-        ),
+        typer.Option(help="A model's folder or a hub name. Default: the embedded spam classifier.", metavar="MODEL"),
     ] = None,
     target: Target = "auto",
     method: Method = "auto",
@@ -76,22 +74,12 @@ def explain(
     ] = None,
     heads: Annotated[
         str,
-        typer.Option(
-            help="How to fuse heads: mean, max, min, one head's index, or a weight per head.", metavar="HOW"
-        ),
+        typer.Option(help="How to fuse heads: mean, max, min, one head's index, or a weight per head.", metavar="HOW"),
     ] = "mean",
-    residual: Annotated[
-        float, typer.Option(help="Share of the residual stream in a layer.", metavar="SHARE")
-    ] = 0.5,
-    discard: Annotated[
-        float, typer.Option(help="Share of the weakest attention to leave out.", metavar="SHARE")
-    ] = 0.0,
-    truncate: Annotated[
-        bool, typer.Option("--truncate", help="Cut a text that is too long for the model.")
-    ] = False,
-    device: Annotated[
-        str | None, typer.Option(help="Where to run: cpu, cuda, cuda:1, mps.", metavar="DEVICE")
-    ] = None,
+    residual: Annotated[float, typer.Option(help="Share of the residual stream in a layer.", metavar="SHARE")] = 0.5,
+    discard: Annotated[float, typer.Option(help="Share of the weakest attention to leave out.", metavar="SHARE")] = 0.0,
+    truncate: Annotated[bool, typer.Option("--truncate", help="Cut a text that is too long for the model.")] = False,
+    device: Annotated[str | None, typer.Option(help="Where to run: cpu, cuda, cuda:1, mps.", metavar="DEVICE")] = None,
     seed: Annotated[int, typer.Option(help="For methods that draw at random.", min=0, metavar="N")] = 0,
     html: Html = None,
     as_json: Json = False,
@@ -138,7 +126,7 @@ def demo(
     words: Words = True,
     quiet: Quiet = False,
 ) -> None:
-    """Explain an e-mail that comes with attrace, with the embedded spam classifier."""
+    """Explain an e-mail that comes with attrace."""
     from dataclasses import asdict
 
     from attrace.apps import samples

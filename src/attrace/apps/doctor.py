@@ -49,9 +49,7 @@ def lines(found: dict[str, Any]) -> list[str]:
             False: "CHANGED since it was packaged",
             None: "not recorded, source checkout",
         }
-        report.append(
-            f"model       {model['bytes']:,} bytes, sha256 {model['sha256']} ({state[model['as_packaged']]})"
-        )
+        report.append(f"model       {model['bytes']:,} bytes, sha256 {model['sha256']} ({state[model['as_packaged']]})")
     report += [f"cache       {found['cache']}", f"hub models  {found['hub_cache']}"]
     return report
 

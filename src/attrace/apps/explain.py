@@ -46,16 +46,14 @@ class Output:
 def check_output(output: Output, *, source: Path | None = None) -> None:
     """Refuse what cannot be written, before a text is read or a model loaded."""
     if sys.stdout is None and output.html is None:
-        raise OutputError(
-            "Expected a place for the result. Received: standard output is closed; name a file: --html."
-        )
+        raise OutputError("Expected a place for the result. Received: standard output is closed; name a file: --html.")
     if output.html is None:
         return
     if source is not None and source.exists() and output.html.exists() and source.samefile(output.html):
         raise InputError(f"Expected two files. Received: {str(source)!r} to read and to write over.")
     from attrace import api
 
-    api.check_writable(output.html)
+    api.check_output(output.html)
 
 
 def answer(text: str, question: Question, output: Output) -> None:
@@ -80,7 +78,7 @@ def answer(text: str, question: Question, output: Output) -> None:
         )
     # The file first: a reader of standard output that goes away must not cost it.
     if output.html is not None:
-        found.to_html(output.html)
+        found.to_html(output.html, units=output.units)
         if not output.quiet:
             tell("written", str(output.html))
     deliver(found, output)
@@ -99,6 +97,7 @@ def calm_libraries(model: str | None) -> None:
     """Before transformers is imported: no telemetry, no chatter, no network unless a hub name asks for it."""
     os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("HF_HUB_VERBOSITY", "error")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if model is None or Path(model).expanduser().exists():

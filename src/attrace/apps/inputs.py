@@ -61,9 +61,7 @@ def _read_stdin() -> bytes:
 
 def _read_file(path: Path) -> bytes:
     if not path.name:
-        raise InputError(
-            "Expected a file's name after @. Received: none; write @@ for a text that starts with @."
-        )
+        raise InputError("Expected a file's name after @. Received: none; write @@ for a text that starts with @.")
     try:
         with path.open("rb") as file:
             if stat.S_ISDIR(os.fstat(file.fileno()).st_mode):  # not on Unix, where opening one fails
@@ -73,9 +71,7 @@ def _read_file(path: Path) -> bytes:
         raise InputError(f"Expected a text file. Received: {str(path)!r}, which is a folder.") from None
     except (OSError, ValueError) as error:  # ValueError: a NUL in the name
         reason = getattr(error, "strerror", None) or str(error)
-        raise InputError(
-            f"Expected a text file that can be read. Received: {str(path)!r} ({reason})."
-        ) from None
+        raise InputError(f"Expected a text file that can be read. Received: {str(path)!r} ({reason}).") from None
 
 
 def _limited(file: BinaryIO, where: str) -> bytes:
@@ -89,9 +85,7 @@ def _decode(data: bytes, where: str) -> str:
     if data[:2] in _WIDE:
         raise InputError(f"Expected a text in UTF-8. Received: {_WIDE[data[:2]]} in {where}.")
     if b"\0" in data:
-        raise InputError(
-            f"Expected a text. Received: binary data in {where} (a zero byte at offset {data.index(0)})."
-        )
+        raise InputError(f"Expected a text. Received: binary data in {where} (a zero byte at offset {data.index(0)}).")
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:

@@ -27,8 +27,7 @@ _HIDDEN = {"Cc", "Cf", "Cs", "Zl", "Zp"}
 def visible(text: str) -> str:
     """The text with each control or invisible character as an escape; line feeds stay."""
     return "".join(
-        c if c == "\n" or unicodedata.category(c) not in _HIDDEN else c.encode("unicode_escape").decode()
-        for c in text
+        c if c == "\n" or unicodedata.category(c) not in _HIDDEN else c.encode("unicode_escape").decode() for c in text
     )
 
 
@@ -69,9 +68,7 @@ def delivering() -> Iterator[None]:
         yield
         if sys.stdout is not None:
             sys.stdout.flush()
-    except (
-        BrokenPipeError
-    ):  # `attrace ... | head`: the reader has what it wanted; typer would make it exit code 1
+    except BrokenPipeError:  # `attrace ... | head`: the reader has what it wanted; typer would make it exit code 1
         drop_stdout()
         raise typer.Exit(0) from None
     except OSError as error:

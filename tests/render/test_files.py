@@ -157,7 +157,7 @@ class TestStreams:
     def test_standard_output(self, tmp_path, into):
         code = (
             "from attrace.render.files import check_writable, write_text;"
-            "check_writable('/dev/stdout'); write_text('/dev/stdout', 'one'); write_text('/dev/stdout', 'two')"
+            "out = '/dev/stdout'; check_writable(out); write_text(out, 'one'); write_text(out, 'two')"
         )
         if into == "pipe":
             done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, text=True)

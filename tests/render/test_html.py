@@ -92,7 +92,7 @@ def test_every_token_is_in_the_table(mail):
     rows = [e for e in page.all("tr") if "tbody" in e["inside"] and "details" in e["inside"]]
     assert len(rows) == len(mail.tokens)
     assert rows[0]["text"] == "0[CLS]0.220.00 %special"
-    assert rows[6]["text"] == "6FREE26–300.2525.00 %"
+    assert rows[6]["text"] == "6FREE27–310.2525.00 %"
 
 
 @pytest.mark.parametrize("canary", CANARIES)
@@ -103,9 +103,8 @@ def test_text_from_outside_is_text_everywhere(evil, canary):
     assert shown in page.one("div", "text")["text"]
     assert shown in [e["text"] for e in page.all("bdi") if "li" in e["inside"]]
     assert shown in [e["text"] for e in page.all("li") if "dir" in e]
-    assert [e["text"] for e in page.all("dd")].count(shown) == [e["text"] for e in page.all("dt")].count(
-        shown
-    )
+    assert shown in [e["text"] for e in page.all("dd")]
+    assert [e["text"] for e in page.all("dt")].count(shown) == 2
     assert shown in [e["text"] for e in page.all("bdi") if "details" in e["inside"]]
 
 

@@ -90,7 +90,7 @@ def visit(chromium, tmp_path):
 
 
 def test_the_watch_sees_what_it_should(visit):
-    """Requests, dialogs and policy errors are seen where there are some; else the tests below mean nothing."""
+    """Requests, dialogs and policy errors are seen where there are some; the tests below rest on it."""
     policy = (
         "<meta http-equiv=Content-Security-Policy content=\"default-src 'none'; script-src 'unsafe-inline'\">"
     )

@@ -153,7 +153,7 @@ def _draw(scene: Scene, ink: _Ink, width: int, ascii_only: bool) -> Iterator[Tex
 
 
 def _wrap(text: Text, width: int) -> Iterator[Text]:
-    """Lines of a text, each no wider than `width`; line ends and indentation kept, blanks at line ends not."""
+    """Lines of a text no wider than `width`; line ends and indentation stay, blanks before line ends go."""
     for line in text.wrap(_PLAIN, width, overflow="fold", tab_size=4):
         line.rstrip()
         yield line
@@ -183,6 +183,9 @@ def _head(scene: Scene, width: int) -> Iterator[Text]:
         shown = [f"{label} {amount}" for label, amount in scene.predictions[:_PREDICTIONS]]
         for line in _joined(shown, width):
             yield from _wrap(Text.assemble((line, _DIM)), width)
+    if scene.sink:
+        yield Text()
+        yield from _wrap(Text.assemble(("Sink  ", _BOLD), scene.sink), width)
 
 
 def _body(scene: Scene, ink: _Ink, width: int) -> Iterator[Text]:
@@ -244,18 +247,19 @@ def _table(scene: Scene, ink: _Ink, width: int, ascii_only: bool) -> Iterator[Te
     yield Text()
 
 
+def _times(name: str, count: int) -> str:
+    return f"{name} ×{count}" if count > 1 else name
+
+
 def _foot(scene: Scene, width: int) -> Iterator[Text]:
     indent = 16 if width >= 60 else 2
     room = width - indent
-    specials = [
-        f"{name}{f' ×{count}' if count > 1 else ''} {amount}" for name, count, amount in scene.specials
-    ]
+    specials = [f"{_times(name, count)} {amount}" for name, count, amount in scene.specials]
     mass = [f"{name} {amount}" for name, amount in scene.ledger]
     method = [scene.method, *(f"{key} {value}" for key, value in scene.settings)]
     rows = (
         ("Special tokens", _joined(specials, room), _DIM),
         ("Mass", _joined(mass, room), _DIM),
-        ("Sink", [scene.sink] if scene.sink else [], Style.null()),
         ("Method", _joined(method, room), _DIM),
         ("Note" if len(scene.notes) == 1 else "Notes", scene.notes, Style.null()),
     )

@@ -314,8 +314,8 @@ class _Builder:
             ("text", sums["word"] + sums["blank"]),
             ("special tokens", sums["special"]),
             ("sink", sums["sink"]),
-            ("the model's own sinks", self.attribution.sink_mass),
-            ("given up by the approximation", self.attribution.lost_mass),
+            ("model's own sinks", self.attribution.sink_mass),
+            ("lost to approximation", self.attribution.lost_mass),
         )
         kept = [(name, mass) for name, mass in rows if mass]
         return tuple((name, percent(mass / self.total)) for name, mass in kept) if len(kept) > 1 else ()

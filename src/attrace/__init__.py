@@ -10,10 +10,12 @@ if TYPE_CHECKING:
     from attrace.api import load as load
     from attrace.capture.torch_recorder import record as record
     from attrace.capture.torch_recorder import trace as trace
+    from attrace.capture.trace import Trace as Trace
     from attrace.ops.rollout import rollout as rollout
 
 # Public name -> the module it is taken from when first used: `import attrace` loads no framework.
 _NAMES = {
+    "Trace": "attrace.capture.trace",
     "explain": "attrace.api",
     "load": "attrace.api",
     "record": "attrace.capture.torch_recorder",
@@ -23,7 +25,7 @@ _NAMES = {
 # Public modules that need a framework.
 _MODULES = ("torch",)
 
-__all__ = ["explain", "load", "record", "rollout", "torch", "trace"]
+__all__ = ["Trace", "explain", "load", "record", "rollout", "torch", "trace"]
 
 
 def __getattr__(name: str) -> Any:

@@ -89,8 +89,11 @@ class Recorder(TorchDispatchMode):
         if id(module) in self._names and threading.get_ident() == self._thread and self._running:
             self._running.pop()
 
-    def enter_model(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if threading.get_ident() != self._thread:
+    def enter_model(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
+    ) -> None:
+        # Another thread may run the same model while this hook is taken away, and then call it without kwargs.
+        if threading.get_ident() != self._thread or kwargs is None:
             return
         self._running[:] = [self._names[id(model)]]  # a call that an error cut short leaves names behind
         self._pending.clear()

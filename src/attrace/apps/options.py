@@ -1,0 +1,53 @@
+"""Option values that are more than a word: layers, heads, shares.  What cannot be parsed is a usage error."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import typer
+
+HEAD_FUSIONS = ("mean", "max", "min")
+
+
+def layers(text: str | None) -> list[int] | None:
+    """Layer numbers out of "0,2,5-7" or "-1"; negative ones count from the last layer.  None: all layers."""
+    if text is None:
+        return None
+    found: list[int] = []
+    for item in text.split(","):
+        match = re.fullmatch(r"\s*(-?\d{1,6})(?:-(-?\d{1,6}))?\s*", item)
+        if not match:
+            raise typer.BadParameter(
+                f'expected numbers and ranges as in "0,2,5-7", got {text!r}', param_hint="--layers"
+            )
+        first, last = int(match[1]), int(match[2] or match[1])
+        if last < first or (first < 0 <= last):
+            raise typer.BadParameter(f"the range {item.strip()!r} runs backwards", param_hint="--layers")
+        found += range(first, last + 1)
+    return found
+
+
+def heads(text: str) -> str | int | list[float]:
+    """How heads are fused: "mean", "max", "min", one head's index, or a weight per head as in "0.5,0,0.5"."""
+    if text in HEAD_FUSIONS:
+        return text
+    if re.fullmatch(r"-?\d{1,6}", text):
+        return int(text)
+    try:
+        weights = [float(item) for item in text.split(",")]
+    except ValueError:
+        weights = []
+    if len(weights) < 2 or not all(map(math.isfinite, weights)):
+        raise typer.BadParameter(
+            f"expected mean, max, min, a head's index, or a weight per head as in 0.5,0,0.5; got {text!r}",
+            param_hint="--heads",
+        )
+    return weights
+
+
+def share(value: float, name: str) -> float:
+    """A number from 0 to 1; typer's own bounds let NaN through."""
+    if not 0 <= value <= 1:
+        raise typer.BadParameter(f"expected a number from 0 to 1, got {value}", param_hint=name)
+    return value

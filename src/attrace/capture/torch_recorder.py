@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.overrides import enable_reentrant_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from attrace.capture.torch_blocks import BlockInputs
@@ -115,12 +116,14 @@ class Recorder(TorchDispatchMode):
         out = func(*args, **kwargs)
         if self._running:
             if func in FUSED:
-                self._fused(func, args, kwargs)
+                with enable_reentrant_dispatch():  # so that detached tensors share their version counters
+                    self._fused(func, args, kwargs)
             elif func in SOFTMAX:
                 self._softmax(args, out)
             elif self._pending:
                 if func in PRODUCTS:
-                    self._product(args)
+                    with enable_reentrant_dispatch():
+                        self._product(args)
                 elif func in CARRIERS:
                     self._carry(args, out)
         return out
@@ -193,7 +196,7 @@ class Recorder(TorchDispatchMode):
 
     def _record(self, op: TorchAttention) -> None:
         if self._blocks is not None:
-            op.block = self._blocks.block_of(op.name)
+            op.block = self._blocks.block_of(op.name, op.value)
         self._trace.ops.append(op)
 
 

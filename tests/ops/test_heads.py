@@ -59,7 +59,7 @@ def test_refusals() -> None:
         fuse_heads([[[1.0]]])
     with pytest.raises(ShapeError, match=r"\(4, 5\)"):
         fuse_heads(BLOCK[0, 0])
-    with pytest.raises(InputError, match="one weight per head, 3 in all. Received: 2"):
+    with pytest.raises(InputError, match=r"one weight per head, 3 in all\. Received: 2"):
         fuse_heads(BLOCK, [1, 1])
     with pytest.raises(InputError, match="Received: int32"):
         fuse_heads(BLOCK.astype("int32"))

@@ -80,6 +80,8 @@ class Framework:
         if self.name == "torch":
             torch = sys.modules["torch"]
             every = torch.arange(n, device=like.device)
+            if len(positions) == 1:  # torch.compile then keeps one graph for all positions
+                return (every == positions[0])[None, None].to(like.dtype)
             wanted = torch.as_tensor(positions, device=like.device)
         else:
             every, wanted = self.xp.arange(n), self.xp.asarray(positions)

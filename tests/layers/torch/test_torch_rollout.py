@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+import importlib
 import inspect
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed (pip install attrace[torch]); CI has it")
+
 
 import attrace  # noqa: E402
 from attrace.errors import InputError, NonFiniteError  # noqa: E402
@@ -22,6 +24,11 @@ OPTIONS: list[dict[str, Any]] = [
     {"heads": 1, "layers": [0, 2]},
     {"heads": [1, 2, 3, 4], "discard": 0.5},
 ]
+
+
+@pytest.fixture(autouse=True)
+def _nothing_compiled_before() -> None:
+    torch.compiler.reset()
 
 
 def some(layers: int = 3, batch: int = 2, heads: int = 4, n: int = 5) -> Any:
@@ -41,7 +48,9 @@ def test_equals_the_reference(options: dict[str, Any]) -> None:
         want = naive.rollout(maps, **options, **choice)
         for given in (tensors(maps), tuple(tensors(maps)), torch.tensor(maps)):
             np.testing.assert_allclose(module(given, **choice).numpy(), want, atol=1e-14)
-    np.testing.assert_allclose(module(iter(tensors(maps))).numpy(), naive.rollout(maps, **options), atol=1e-14)
+    np.testing.assert_allclose(
+        module(iter(tensors(maps))).numpy(), naive.rollout(maps, **options), atol=1e-14
+    )
 
 
 @pytest.mark.parametrize("options", OPTIONS)
@@ -93,8 +102,20 @@ def test_compiles_as_one_graph(options: dict[str, Any]) -> None:
         want, got = module(maps, **choice), compiled(maps, **choice)
         torch.testing.assert_close(got, want)
         torch.testing.assert_close(
-            torch.autograd.grad(got.square().sum(), maps[0]), torch.autograd.grad(want.square().sum(), maps[0])
+            torch.autograd.grad(got.square().sum(), maps[0]),
+            torch.autograd.grad(want.square().sum(), maps[0]),
         )
+
+
+def test_one_graph_serves_all_positions() -> None:
+    module = attrace.torch.AttentionRollout()
+    counter = importlib.import_module("torch._dynamo.testing").CompileCounter()
+    compiled = torch.compile(module, fullgraph=True, backend=counter)
+    maps = tensors(some(n=12))
+    for position in range(-12, 12):
+        torch.testing.assert_close(compiled(maps, target=position), module(maps, target=position))
+    # 0, positive, negative and what torch treats apart by itself; never one for each position.
+    assert counter.frame_count <= 4
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")

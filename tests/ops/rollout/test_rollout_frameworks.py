@@ -83,7 +83,9 @@ def test_traced_and_compiled_give_the_same(made: Any, options: dict[str, Any], m
     elif made.name == "torch":
         import torch
 
-        got = torch.compile(lambda x: attrace.rollout(x, **options), fullgraph=True, backend="aot_eager")(arrays)
+        got = torch.compile(lambda x: attrace.rollout(x, **options), fullgraph=True, backend="aot_eager")(
+            arrays
+        )
     else:
         return  # nothing to compile
     np.testing.assert_allclose(made.numpy(got), want, atol=1e-12)
@@ -97,7 +99,7 @@ def test_tensorflow_names_an_open_length(made: Any) -> None:
     spec = tf.TensorSpec([2, 1, 4, None, None], tf.float64)
     # Inside tf.function TensorFlow wraps what is raised in an error of its own.
     with pytest.raises(Exception, match="ShapeError: Expected a map with known H and n"):
-        tf.function(lambda x: attrace.rollout(x), input_signature=[spec]).get_concrete_function()
+        tf.function(attrace.rollout, input_signature=[spec]).get_concrete_function()
 
 
 def test_jax_stays_in_float32_without_x64(made: Any, maps: Any) -> None:

@@ -22,11 +22,11 @@ PLAIN = [name for name in IDS if name not in TWO_STREAMS + GRADIENTS]
 
 
 def layers_of(matrices: Any) -> list[Any]:
-    """n x n matrices, one per layer, as maps (1, 1, n, n)."""
+    """N x n matrices, one per layer, as maps (1, 1, n, n)."""
     return [np.asarray(matrix, dtype=np.float64)[None, None] for matrix in matrices]
 
 
-def runs(case: dict[str, Any]) -> list[tuple[list[Any], dict[str, Any], Any]]:
+def runs(case: dict[str, Any]) -> list[tuple[list[Any], dict[str, Any], Any]]:  # noqa: PLR0911
     """The (maps, options, expected) of a case: what is asked and what must come."""
     given, expected = case["inputs"], case["expected"]
     kind = case["id"].removeprefix("rollout-").rsplit("-", 1)[0]
@@ -90,13 +90,17 @@ def test_every_trap_is_met() -> None:
     assert sum(len(traps(case)) for case in CASES.values()) >= 13
 
 
-@pytest.mark.parametrize("name", [name for name in IDS if name.startswith(("rollout-keepdim", "rollout-disc"))])
+@pytest.mark.parametrize(
+    "name", [name for name in IDS if name.startswith(("rollout-keepdim", "rollout-disc"))]
+)
 def test_rows_sum_to_one_where_the_missing_keepdim_does_not(name: str) -> None:
     ((maps, options, _),) = runs(CASES[name])
     sums = attrace.rollout(maps, **options)[0].sum(-1)
     np.testing.assert_allclose(sums, 1.0, atol=1e-12)
-    trap = [float(np.divide(*map(float, str(s).split("/")))) if "/" in str(s) else float(s) for s in
-            CASES[name]["expected"]["trap_no_keepdim_row_sums"]]
+    trap = [
+        float(np.divide(*map(float, str(s).split("/")))) if "/" in str(s) else float(s)
+        for s in CASES[name]["expected"]["trap_no_keepdim_row_sums"]
+    ]
     assert np.abs(sums - trap).max() > 1e-3
 
 
@@ -155,7 +159,9 @@ def test_encoder_and_decoder_are_two_streams(name: str) -> None:
 def test_gradients_are_paired_with_their_own_layer(name: str) -> None:
     case = CASES[name]
     maps = [np.asarray(layer)[None] for layer in case["inputs"]["A (layer, head, query, key)"]]
-    gradients = [np.asarray(layer)[None] for layer in case["inputs"]["grad (same shape, forward layer order)"]]
+    gradients = [
+        np.asarray(layer)[None] for layer in case["inputs"]["grad (same shape, forward layer order)"]
+    ]
     found = naive.gradient_rollout(maps, gradients)[0]
     np.testing.assert_allclose(found, case["expected"]["R"], atol=case["tol"])
     turned = naive.gradient_rollout(maps, gradients[::-1])[0]

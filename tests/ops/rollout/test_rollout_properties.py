@@ -15,7 +15,10 @@ import attrace
 from attrace.ops.rollout import naive, row_mass
 
 few = settings(
-    max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True
+    max_examples=8,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+    derandomize=True,
 )
 
 
@@ -104,7 +107,9 @@ def test_exact_fractions() -> None:
         for layer in exact:
             rows = [[(1 - share) * layer[i][j] + share * (i == j) for j in range(n)] for i in range(n)]
             rows = [[x / sum(row) for x in row] for row in rows]
-            product = [[sum(rows[i][k] * product[k][j] for k in range(n)) for j in range(n)] for i in range(n)]
+            product = [
+                [sum(rows[i][k] * product[k][j] for k in range(n)) for j in range(n)] for i in range(n)
+            ]
         maps = [np.array([[float(x) for x in row] for row in layer])[None, None] for layer in exact]
         want = np.array([[float(x) for x in row] for row in product])
         np.testing.assert_allclose(attrace.rollout(maps, residual=float(share))[0], want, atol=1e-15)

@@ -131,8 +131,8 @@ def row_mass(
     >>> import numpy as np
     >>> short = np.array([[[[0.5, 0.25], [0.0, 1.0]]]])  # a sink took a quarter of row 0
     >>> row_mass([short, short], normalize=False)
-    array([[[0.875   , 1.      ],
-            [0.796875, 1.      ]]])
+    array([[[0.875  , 1.     ],
+            [0.78125, 1.     ]]])
     """
     recipe = _Recipe(
         heads, check_residual(residual), check_switch("normalize", normalize), check_discard(discard)

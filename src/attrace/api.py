@@ -78,7 +78,7 @@ def method_names() -> tuple[str, ...]:
     return tuple(METHODS)
 
 
-def check_writable(path: str | os.PathLike[str]) -> None:
+def check_output(path: str | os.PathLike[str]) -> None:
     """Raise OutputError where a result could not be written; leaves nothing behind."""
     from attrace.render import files
 
@@ -131,9 +131,7 @@ def explain(
 
     """
     _check_options(method, residual, discard)
-    options = Options(
-        heads=heads, residual=residual, discard=discard, layers=None if layers is None else tuple(layers)
-    )
+    options = Options(heads=heads, residual=residual, discard=discard, layers=None if layers is None else tuple(layers))
     loaded = _loaded(model, processor, device, progress)
     from attrace.capture.encoding import encode
 
@@ -171,9 +169,7 @@ def _loaded(model: Any, processor: Any, device: str | None, progress: Progress |
             progress("loading the model", 0, 0)
         return huggingface.load(model, device=device)
     if device is not None:
-        raise InputError(
-            "Expected a model object to stay on its device. Received: device=. Move it yourself."
-        )
+        raise InputError("Expected a model object to stay on its device. Received: device=. Move it yourself.")
     return huggingface.adopt(model, processor)
 
 
@@ -210,9 +206,7 @@ def _parameters(model: Any) -> int:
     return int(sum(p.numel() for p in model.parameters() if p is not table))
 
 
-def _run(
-    name: str, subject: TextSubject, options: Options, progress: Progress | None
-) -> tuple[Scores, list[str]]:
+def _run(name: str, subject: TextSubject, options: Options, progress: Progress | None) -> tuple[Scores, list[str]]:
     from attrace.methods.registry import method
 
     chosen = method(name)

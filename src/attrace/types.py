@@ -171,9 +171,7 @@ class Subject(Protocol):
     protected: NDArray[np.bool_]
     """(n,) True at tokens that removal must leave: special tokens and the target's own position."""
 
-    def score(
-        self, keep: NDArray[np.bool_], *, operator: str = "delete", progress: Progress | None = None
-    ) -> Floats:
+    def score(self, keep: NDArray[np.bool_], *, operator: str = "delete", progress: Progress | None = None) -> Floats:
         """The target's log-probability with only the kept tokens: (m, n) -> (m,).
 
         `operator` "delete" takes removed tokens out of the sequence; "hide" leaves them in place and masks them

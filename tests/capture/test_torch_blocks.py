@@ -315,9 +315,7 @@ def test_long_inputs_go_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiles, "BLOCK_ELEMENTS", 1000)
     for op, weights in zip(trace.ops, whole, strict=True):
         torch.testing.assert_close(op.weights(), weights, atol=1e-6, rtol=0)
-        torch.testing.assert_close(
-            op.matvec(torch.eye(33).expand(2, 33, 33)), weights[:, 0], atol=1e-6, rtol=0
-        )
+        torch.testing.assert_close(op.matvec(torch.eye(33).expand(2, 33, 33)), weights[:, 0], atol=1e-6, rtol=0)
 
 
 def test_the_table_is_tested_whole() -> None:

@@ -73,9 +73,7 @@ def test_weights_are_the_librarys_own(family: str, backend: str, side: str, pad:
     for op, own in zip(trace.ops, expected, strict=True):
         assert op.kind == "self"
         assert op.heads == 4
-        for item, real in enumerate(
-            inputs["attention_mask"].bool()
-        ):  # padded queries attend to what they like
+        for item, real in enumerate(inputs["attention_mask"].bool()):  # padded queries attend to what they like
             torch.testing.assert_close(op.weights()[item][:, real], own[item][:, real], atol=1e-5, rtol=0)
 
 
@@ -145,17 +143,13 @@ def test_rollout_streams_what_the_dense_reference_gives(family: str, backend: st
         whole = attrace.rollout(maps, **{**options, "normalize": normalize})
         np.testing.assert_allclose(trace.rollout(**options).numpy(), whole, atol=1e-5)
         np.testing.assert_allclose(trace.rollout(target=3, **options).numpy(), whole[:, 3], atol=1e-5)
-        np.testing.assert_allclose(
-            trace.rollout(target=[-1, 2], **options).numpy(), whole[:, [-1, 2]], atol=1e-5
-        )
+        np.testing.assert_allclose(trace.rollout(target=[-1, 2], **options).numpy(), whole[:, [-1, 2]], atol=1e-5)
         np.testing.assert_allclose(trace.rollout(source=0, **options).numpy(), whole[:, :, 0], atol=1e-5)
         start = np.full(7, 1 / 7)
         np.testing.assert_allclose(trace.rollout(target=start, **options).numpy(), start @ whole, atol=1e-5)
     spans = trace.rollout(segments=[(0, 3), (3, 7)])
     whole = attrace.rollout(maps, normalize=False)
-    np.testing.assert_allclose(
-        spans.numpy(), np.stack([whole[..., :3].sum(-1), whole[..., 3:].sum(-1)], -1), atol=1e-5
-    )
+    np.testing.assert_allclose(spans.numpy(), np.stack([whole[..., :3].sum(-1), whole[..., 3:].sum(-1)], -1), atol=1e-5)
 
 
 @every_family
@@ -377,7 +371,5 @@ def test_nan_names_layer_and_token(backend: str) -> None:
     model.model.layers[1].self_attn.q_proj.weight.data[0, 0] = torch.nan
     trace = traced(model, tiny.inputs())
     trace.ops[0].weights()
-    with pytest.raises(
-        NonFiniteError, match=r"layer 1 \(model\.layers\.1\.self_attn\), token 0, batch item 0"
-    ):
+    with pytest.raises(NonFiniteError, match=r"layer 1 \(model\.layers\.1\.self_attn\), token 0, batch item 0"):
         trace.rollout()

@@ -91,9 +91,7 @@ def visit(chromium, tmp_path):
 
 def test_the_watch_sees_what_it_should(visit):
     """Requests, dialogs and policy errors are seen where there are some; the tests below rest on it."""
-    policy = (
-        "<meta http-equiv=Content-Security-Policy content=\"default-src 'none'; script-src 'unsafe-inline'\">"
-    )
+    policy = "<meta http-equiv=Content-Security-Policy content=\"default-src 'none'; script-src 'unsafe-inline'\">"
     page = visit(f"<!doctype html>{policy}<p style='color:red'>x<script>alert(1)</script>")
     page.wait_for_timeout(100)
     assert {kind for kind, _ in visit.seen} == {"dialog", "console"}

@@ -60,9 +60,7 @@ def test_nothing_acts_on_a_terminal(text):
     shown = visible(text)
     assert len(visible_characters(text)) == len(text)
     assert not any(unicodedata.category(char) in ("Cc", "Cs", "Zl", "Zp") for char in shown)
-    assert not set(shown) & set(
-        "\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069\u200b\u200e\u200f\ufeff"
-    )
+    assert not set(shown) & set("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069\u200b\u200e\u200f\ufeff")
     shown.encode("utf-8")
 
 

@@ -48,9 +48,7 @@ def test_a_new_file_has_the_usual_permissions(tmp_path):
     assert (tmp_path / "out").stat().st_mode == (tmp_path / "usual").stat().st_mode
 
 
-@pytest.mark.parametrize(
-    "error", [KeyboardInterrupt(), OSError(28, "No space left on device"), SystemExit(1)]
-)
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(28, "No space left on device"), SystemExit(1)])
 @pytest.mark.parametrize("place", ["fsync", "chmod", "replace"])
 def test_a_failure_leaves_everything_as_it_was(tmp_path, monkeypatch, error, place):
     path = tmp_path / "out"

@@ -131,9 +131,7 @@ def test_hostile_text_adds_no_element_and_no_attribute(evil):
     bad, good = shape(evil), shape(harmless)
     assert set(bad) == set(good)
     assert {tag for tag, *_ in bad}.isdisjoint({"script", "img", "iframe", "object", "base", "link", "form"})
-    assert not any(
-        name.startswith("on") or name in ("href", "src", "style") for tag, *names in bad for name in names
-    )
+    assert not any(name.startswith("on") or name in ("href", "src", "style") for tag, *names in bad for name in names)
     for tag in ("span", "tr", "td", "th", "li", "dt", "dd"):
         assert sum(n for k, n in bad.items() if k[0] == tag) == sum(n for k, n in good.items() if k[0] == tag)
 
@@ -150,9 +148,7 @@ def test_the_title_is_exactly_the_title(mail, title):
 
 
 def test_no_control_character_is_left(evil):
-    assert not re.search(
-        r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066\u2067\ud800-\udfff]", to_html(evil)
-    )
+    assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066\u2067\ud800-\udfff]", to_html(evil))
 
 
 def test_the_policy_allows_the_style_and_nothing_else(mail):
@@ -257,9 +253,7 @@ def test_joined_letters_stay_together_when_tokens_split_a_word():
     assert [e["text"] for e in units(page)] == ["مر", "حبا"]
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"), [("שלום x", "rtl"), ("1 a", "ltr"), ("12 !", None), ("", None)]
-)
+@pytest.mark.parametrize(("text", "expected"), [("שלום x", "rtl"), ("1 a", "ltr"), ("12 !", None), ("", None)])
 def test_direction(text, expected):
     assert direction(text) == expected
 

@@ -29,9 +29,7 @@ def same(one, other):
     """Equal in every field, scores bit by bit."""
     assert one.scores.dtype == other.scores.dtype == np.float64
     assert one.scores.tobytes() == other.scores.tobytes()
-    return all(
-        getattr(one, f.name) == getattr(other, f.name) for f in fields(Attribution) if f.name != "scores"
-    )
+    return all(getattr(one, f.name) == getattr(other, f.name) for f in fields(Attribution) if f.name != "scores")
 
 
 def test_the_schema_is_one():

@@ -18,9 +18,7 @@ from .conftest import attribution
 
 
 def text_of(scene, signs=False):
-    return "\n".join(
-        "".join(segment.text for segment in line if signs or not segment.sign) for line in scene.lines
-    )
+    return "\n".join("".join(segment.text for segment in line if signs or not segment.sign) for line in scene.lines)
 
 
 def amount_of(text):
@@ -230,9 +228,7 @@ def test_percent(share, digits, text):
     assert percent(share, digits) == text
 
 
-@pytest.mark.parametrize(
-    ("size", "text"), [(2.0, "+2.00"), (0.012, "+0.0120"), (431.0, "+431"), (2e-9, "+2.00e-09")]
-)
+@pytest.mark.parametrize(("size", "text"), [(2.0, "+2.00"), (0.012, "+0.0120"), (431.0, "+431"), (2e-9, "+2.00e-09")])
 def test_effects_keep_three_digits(size, text):
     scene = build_scene(attribution("a b", [size, -size / 2], signed=True))
     assert scene.units[0].amount == text

@@ -21,9 +21,7 @@ GOLDEN = Path(__file__).parent / "golden"
 
 def segments(view, color_system, width=80):
     """The styled pieces that a console would write."""
-    console = Console(
-        width=width, color_system=color_system, force_terminal=True, legacy_windows=False, _environ={}
-    )
+    console = Console(width=width, color_system=color_system, force_terminal=True, legacy_windows=False, _environ={})
     return [segment for line in console.render_lines(view, pad=False) for segment in line]
 
 
@@ -72,9 +70,7 @@ def test_the_weight_is_the_background(mail, depth):
     assert "[FREE" not in to_text(mail, colors=depth)
 
 
-@pytest.mark.parametrize(
-    ("depth", "code"), [("256", r"\x1b\[[0-9;]*48;5;"), ("truecolor", r"\x1b\[[0-9;]*48;2;")]
-)
+@pytest.mark.parametrize(("depth", "code"), [("256", r"\x1b\[[0-9;]*48;5;"), ("truecolor", r"\x1b\[[0-9;]*48;2;")])
 def test_escape_codes_are_of_the_depth_asked_for(mail, depth, code):
     assert re.search(code, to_text(mail, colors=depth))
 
@@ -83,10 +79,7 @@ def test_opposite_effects_have_different_colours(prompt):
     backgrounds = {s.text: s.style.bgcolor for s in segments(TerminalView(prompt), "256") if s.style}
     assert backgrounds["France"].number != backgrounds["of"].number
     changed = TerminalView(prompt, palette=Palette(145, 330))
-    assert (
-        backgrounds["France"]
-        != {s.text: s.style.bgcolor for s in segments(changed, "256") if s.style}["France"]
-    )
+    assert backgrounds["France"] != {s.text: s.style.bgcolor for s in segments(changed, "256") if s.style}["France"]
 
 
 @pytest.mark.parametrize(

@@ -89,16 +89,12 @@ COUNTED = {"roberta", "distilbert", "mpnet", "deberta-v2", "xglm"}
 CASES = [(f, b) for f in FAMILIES for b in ("sdpa", "eager") if b == "eager" or f not in EAGER_ONLY]
 
 
-def model(
-    family: str, backend: str = "sdpa", *, seed: int = 0, dtype: torch.dtype = torch.float32
-) -> nn.Module:
+def model(family: str, backend: str = "sdpa", *, seed: int = 0, dtype: torch.dtype = torch.float32) -> nn.Module:
     """A model of the family with weights drawn from the seed, in evaluation mode."""
     name, settings = FAMILIES[family]
     cls = getattr(transformers, name)
     torch.manual_seed(seed)
-    built: nn.Module = cls._from_config(
-        cls.config_class(**settings), attn_implementation=backend, dtype=dtype
-    )
+    built: nn.Module = cls._from_config(cls.config_class(**settings), attn_implementation=backend, dtype=dtype)
     # Weights as drawn are so small that attention is nearly uniform and a wrong map would pass.
     for parameter in built.parameters():
         if parameter.ndim == 2:
@@ -106,9 +102,7 @@ def model(
     return built.eval()
 
 
-def inputs(
-    *, batch: int = 2, length: int = 7, pad: int = 0, side: str = "left", seed: int = 1
-) -> dict[str, Tensor]:
+def inputs(*, batch: int = 2, length: int = 7, pad: int = 0, side: str = "left", seed: int = 1) -> dict[str, Tensor]:
     """Random tokens; the last row of the batch is padded by `pad` tokens on the given side."""
     ids = torch.randint(5, 95, (batch, length), generator=torch.Generator().manual_seed(seed))
     mask = torch.ones_like(ids)

@@ -45,9 +45,7 @@ def encode(loaded: Loaded, text: str, *, truncate: bool = False) -> Encoding:
     answer comes after the end, the end).
     """
     if not isinstance(text, str):
-        raise InputError(
-            f"Expected one text as a string. Received: {type(text).__name__}. Explain texts one by one."
-        )
+        raise InputError(f"Expected one text as a string. Received: {type(text).__name__}. Explain texts one by one.")
     if not text.strip():
         raise InputError("Expected a text with at least one word. Received: an empty one.")
     tokenizer = loaded.tokenizer

@@ -84,9 +84,7 @@ def class_question(loaded: Loaded, logits: Tensor, target: str, n: int) -> Quest
         ),
         rival,
         n,
-        tuple(Prediction(labels[i], float(probabilities[i])) for i in likely)
-        if probabilities is not None
-        else (),
+        tuple(Prediction(labels[i], float(probabilities[i])) for i in likely) if probabilities is not None else (),
     )
 
 
@@ -95,19 +93,13 @@ def token_question(loaded: Loaded, logits: Tensor, encoding: Encoding, target: s
     kind, text = parse(target)
     n = len(encoding)
     if kind == "class":
-        raise TargetError(
-            f"Expected auto, next:TEXT or token:POSITION of a language model. Received: {target!r}."
-        )
+        raise TargetError(f"Expected auto, next:TEXT or token:POSITION of a language model. Received: {target!r}.")
     if kind == "token":
         at = position(text, n)
         if at == 0:
-            raise TargetError(
-                "Expected a position with tokens before it, 1 or more. Received: 0, the first token."
-            )
+            raise TargetError("Expected a position with tokens before it, 1 or more. Received: 0, the first token.")
         probabilities = logits[at - 1].float().softmax(-1)
-        return _token_question(
-            loaded, probabilities, index=int(encoding.ids[at]), at=at - 1, rival=None, length=at
-        )
+        return _token_question(loaded, probabilities, index=int(encoding.ids[at]), at=at - 1, rival=None, length=at)
     probabilities = logits[-1].float().softmax(-1)
     index, rival = int(probabilities.argmax()), None
     if kind == "next":
@@ -208,9 +200,7 @@ def _token_index(loaded: Loaded, text: str, probabilities: Tensor) -> int:
         if len(ids) == 1 and ids[0] != loaded.tokenizer.unk_token_id:
             found.append(int(ids[0]))
     if not found:
-        likely = [
-            shown(loaded, int(i)) for i in probabilities.topk(min(10, len(probabilities))).indices.tolist()
-        ]
+        likely = [shown(loaded, int(i)) for i in probabilities.topk(min(10, len(probabilities))).indices.tolist()]
         pieces = loaded.tokenizer.tokenize(text)
         raise TargetError(
             f"Expected the text of one token; the likeliest here are {_listed(likely)}. Received: {text!r}, which is "

@@ -42,9 +42,7 @@ class TextSubject:
     readout: Floats
     protected: NDArray[np.bool_]
 
-    def score(
-        self, keep: NDArray[np.bool_], *, operator: str = "delete", progress: Progress | None = None
-    ) -> Floats:
+    def score(self, keep: NDArray[np.bool_], *, operator: str = "delete", progress: Progress | None = None) -> Floats:
         """The target's score with only the kept tokens: (m, n) -> (m,).
 
         Log-probability in nats; with a contrast, log p(A) - log p(B); for a vector, its cosine with the vector of
@@ -122,9 +120,7 @@ class TextSubject:
         if self.loaded.task == "causal":  # the next token is read at the last one that stayed
             order = torch.arange(1, mask.shape[1] + 1, device=mask.device)
             return mask.sum(1) - 1 if operator == "delete" else (mask * order).argmax(1)
-        return (
-            mask[:, :at].sum(1) if operator == "delete" else torch.full_like(mask[:, 0], at, dtype=torch.long)
-        )
+        return mask[:, :at].sum(1) if operator == "delete" else torch.full_like(mask[:, 0], at, dtype=torch.long)
 
 
 def ask(loaded: Loaded, encoding: Encoding, target: str, *, detail: bool = False) -> TextSubject:

@@ -76,9 +76,7 @@ class TorchAttention:
             if index.ndim != 1 or index.dtype.is_floating_point or index.dtype == torch.bool:
                 raise InputError(f"Expected query rows as integers. Received: {rows!r}.")
             if len(index) and (int(index.min()) < -length or int(index.max()) >= length):
-                raise InputError(
-                    f"Expected query rows from 0 to {length - 1} of {self.name}. Received: {rows!r}."
-                )
+                raise InputError(f"Expected query rows from 0 to {length - 1} of {self.name}. Received: {rows!r}.")
             index = index % length
         return self._checked(index)
 
@@ -172,9 +170,7 @@ class QueryKeyAttention(TorchAttention):
                 f"Expected the query and key of {self.name} as the model used them. Received: tensors that were "
                 "written to since (a static cache, for one). Read the weights before the model runs again."
             )
-        return weight_rows(
-            self.query, self.key, rows=rows, scale=self.scale, bias=self.bias, causal=self.causal
-        )
+        return weight_rows(self.query, self.key, rows=rows, scale=self.scale, bias=self.bias, causal=self.causal)
 
 
 @dataclass(eq=False)

@@ -90,9 +90,7 @@ class Recorder(TorchDispatchMode):
         if id(module) in self._names and threading.get_ident() == self._thread and self._running:
             self._running.pop()
 
-    def enter_model(
-        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
-    ) -> None:
+    def enter_model(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
         # Another thread may run the same model while this hook is taken away, and then call it without kwargs.
         if threading.get_ident() != self._thread or kwargs is None:
             return
@@ -187,9 +185,7 @@ class Recorder(TorchDispatchMode):
             return weights
         if weights.ndim == 4 and used.shape[-2] == weights.shape[-2]:
             return used.detach().reshape(*weights.shape[:3], used.shape[-1])
-        if (
-            weights.ndim == 3 and whole and self._batch and weights.shape[0] % self._batch == 0
-        ):  # (B * H, Q, T)
+        if weights.ndim == 3 and whole and self._batch and weights.shape[0] % self._batch == 0:  # (B * H, Q, T)
             return weights.reshape(self._batch, -1, *weights.shape[1:])
         self._trace.unread.append(f"{found.module} (a map of shape {tuple(weights.shape)})")
         return None

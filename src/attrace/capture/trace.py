@@ -101,9 +101,7 @@ class Trace:
             check_tolerance(tolerance),
         )
         if sum(q is not None for q in (target, source, segments)) > 1:
-            raise InputError(
-                "Expected one of target, source and segments. Received: more than one. Ask one by one."
-            )
+            raise InputError("Expected one of target, source and segments. Received: more than one. Ask one by one.")
         for op in ops:
             check_heads(heads, op.heads)
         changed = discard > 0 or heads in ("max", "min")

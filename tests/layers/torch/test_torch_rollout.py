@@ -48,9 +48,7 @@ def test_equals_the_reference(options: dict[str, Any]) -> None:
         want = naive.rollout(maps, **options, **choice)
         for given in (tensors(maps), tuple(tensors(maps)), torch.tensor(maps)):
             np.testing.assert_allclose(module(given, **choice).numpy(), want, atol=1e-14)
-    np.testing.assert_allclose(
-        module(iter(tensors(maps))).numpy(), naive.rollout(maps, **options), atol=1e-14
-    )
+    np.testing.assert_allclose(module(iter(tensors(maps))).numpy(), naive.rollout(maps, **options), atol=1e-14)
 
 
 @pytest.mark.parametrize("options", OPTIONS)

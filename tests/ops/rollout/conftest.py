@@ -31,9 +31,7 @@ def load(name: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name != name or os.environ.get("ATTRACE_ALL_FRAMEWORKS"):
             raise
-        pytest.skip(
-            f"{name} is not installed (pip install {name}); CI runs this test with all four frameworks"
-        )
+        pytest.skip(f"{name} is not installed (pip install {name}); CI runs this test with all four frameworks")
 
 
 @pytest.fixture(params=NAMES)

@@ -121,9 +121,7 @@ def test_numbers_that_are_none(made: Any, value: float, dtype: str) -> None:
 def test_negative_entries(made: Any) -> None:
     bad = GOOD.copy()
     bad[0, 1, 2, 3] = -0.125
-    refuse(
-        InputError, "-0.125 in layer 0, batch 0, head 1, row 2, column 3", [made.array(bad), made.array(GOOD)]
-    )
+    refuse(InputError, "-0.125 in layer 0, batch 0, head 1, row 2, column 3", [made.array(bad), made.array(GOOD)])
 
 
 def test_only_chosen_layers_are_read(made: Any) -> None:

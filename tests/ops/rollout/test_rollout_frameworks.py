@@ -83,9 +83,7 @@ def test_traced_and_compiled_give_the_same(made: Any, options: dict[str, Any], m
     elif made.name == "torch":
         import torch
 
-        got = torch.compile(lambda x: attrace.rollout(x, **options), fullgraph=True, backend="aot_eager")(
-            arrays
-        )
+        got = torch.compile(lambda x: attrace.rollout(x, **options), fullgraph=True, backend="aot_eager")(arrays)
     else:
         return  # nothing to compile
     np.testing.assert_allclose(made.numpy(got), want, atol=1e-12)

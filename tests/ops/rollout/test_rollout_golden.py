@@ -90,9 +90,7 @@ def test_every_trap_is_met() -> None:
     assert sum(len(traps(case)) for case in CASES.values()) >= 13
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in IDS if name.startswith(("rollout-keepdim", "rollout-disc"))]
-)
+@pytest.mark.parametrize("name", [name for name in IDS if name.startswith(("rollout-keepdim", "rollout-disc"))])
 def test_rows_sum_to_one_where_the_missing_keepdim_does_not(name: str) -> None:
     ((maps, options, _),) = runs(CASES[name])
     sums = attrace.rollout(maps, **options)[0].sum(-1)
@@ -159,9 +157,7 @@ def test_encoder_and_decoder_are_two_streams(name: str) -> None:
 def test_gradients_are_paired_with_their_own_layer(name: str) -> None:
     case = CASES[name]
     maps = [np.asarray(layer)[None] for layer in case["inputs"]["A (layer, head, query, key)"]]
-    gradients = [
-        np.asarray(layer)[None] for layer in case["inputs"]["grad (same shape, forward layer order)"]
-    ]
+    gradients = [np.asarray(layer)[None] for layer in case["inputs"]["grad (same shape, forward layer order)"]]
     found = naive.gradient_rollout(maps, gradients)[0]
     np.testing.assert_allclose(found, case["expected"]["R"], atol=case["tol"])
     turned = naive.gradient_rollout(maps, gradients[::-1])[0]

@@ -49,9 +49,7 @@ def test_equals_the_reference_with_any_options(made: Any, data: Any) -> None:
     maps = data.draw(some_maps())
     options = data.draw(some_options(maps.shape[2]))
     n = maps.shape[-1]
-    options["layers"] = data.draw(
-        st.none() | st.lists(st.integers(0, len(maps) - 1), min_size=1, unique=True)
-    )
+    options["layers"] = data.draw(st.none() | st.lists(st.integers(0, len(maps) - 1), min_size=1, unique=True))
     arrays = [made.array(layer) for layer in maps]
     full = naive.rollout(maps, **options)
     i = data.draw(st.integers(-n, n - 1))
@@ -107,9 +105,7 @@ def test_exact_fractions() -> None:
         for layer in exact:
             rows = [[(1 - share) * layer[i][j] + share * (i == j) for j in range(n)] for i in range(n)]
             rows = [[x / sum(row) for x in row] for row in rows]
-            product = [
-                [sum(rows[i][k] * product[k][j] for k in range(n)) for j in range(n)] for i in range(n)
-            ]
+            product = [[sum(rows[i][k] * product[k][j] for k in range(n)) for j in range(n)] for i in range(n)]
         maps = [np.array([[float(x) for x in row] for row in layer])[None, None] for layer in exact]
         want = np.array([[float(x) for x in row] for row in product])
         np.testing.assert_allclose(attrace.rollout(maps, residual=float(share))[0], want, atol=1e-15)
@@ -196,9 +192,7 @@ def test_a_row_of_zeros_is_never_nan_and_never_uniform(made: Any) -> None:
         for i in range(2):
             row = made.numpy(attrace.rollout(made.array(maps), residual=residual, target=i))[0]
             np.testing.assert_allclose(row, result[i], atol=1e-15)
-    np.testing.assert_array_equal(
-        made.numpy(row_mass(made.array(maps), residual=0.0))[0], [[0.0, 1.0], [0.0, 0.5]]
-    )
+    np.testing.assert_array_equal(made.numpy(row_mass(made.array(maps), residual=0.0))[0], [[0.0, 1.0], [0.0, 0.5]])
 
 
 def test_a_head_masked_as_a_whole(made: Any) -> None:

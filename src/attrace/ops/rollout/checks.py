@@ -46,14 +46,11 @@ def check_positions(name: str, positions: Any, n: int) -> tuple[list[int], bool]
     single = isinstance(positions, int) or (hasattr(positions, "__index__") and not _has_axis(positions))
     wanted = [positions] if single else positions
     if isinstance(wanted, (str, bytes, set, frozenset, dict)) or not isinstance(wanted, Iterable):
-        raise InputError(
-            f"Expected {name} to be a token position or several. Received: {positions!r}. Give integers."
-        )
+        raise InputError(f"Expected {name} to be a token position or several. Received: {positions!r}. Give integers.")
     found = [check_index(name, position, n, f"the maps have n = {n} tokens") for position in wanted]
     if not found:
         raise InputError(
-            f"Expected {name} to name at least one position. Received: none. Leave {name} out for the whole "
-            "map."
+            f"Expected {name} to name at least one position. Received: none. Leave {name} out for the whole map."
         )
     return found, single
 
@@ -294,8 +291,7 @@ def _check_shape(attention: Any, layer: int) -> tuple[Any, ...]:
         )
     if 0 in shape:
         raise ShapeError(
-            f"Expected a map with no empty axis in layer {layer}. Received: {_shape(attention)}. Leave it "
-            "out."
+            f"Expected a map with no empty axis in layer {layer}. Received: {_shape(attention)}. Leave it out."
         )
     return shape
 

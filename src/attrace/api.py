@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from attrace.capture.huggingface import Loaded
     from attrace.capture.text import TextSubject
+    from attrace.render.scene import Units
 
 LEAVE_ONE_OUT_LIMIT = 4e12
 """Multiply-adds that `auto` spends on leave-one-out: about half a minute on two CPU cores."""
@@ -27,13 +28,15 @@ LEAVE_ONE_OUT_LIMIT = 4e12
 class Explanation(Attribution):
     """An attribution that can show and save itself."""
 
-    def show(self, console: Console | None = None, *, top: int = 10, units: str = "words") -> None:
+    def show(self, console: Console | None = None, *, top: int = 10, units: Units = "words") -> None:
         """Print it to the terminal (or the given rich console): prediction, coloured text, top words."""
-        from attrace.render.terminal import show
+        from rich.console import Console
 
-        show(self, console, top=top, units=units)
+        from attrace.render.terminal import TerminalView
 
-    def to_html(self, path: str | os.PathLike[str], *, top: int = 20, units: str = "words") -> None:
+        (console or Console()).print(TerminalView(self, top=top, units=units))
+
+    def to_html(self, path: str | os.PathLike[str], *, top: int = 20, units: Units = "words") -> None:
         """Write one self-contained HTML file; it appears whole or not at all."""
         from attrace.render.files import write_text
         from attrace.render.html import to_html
@@ -55,10 +58,16 @@ class Explanation(Attribution):
 
 
 def load(path: str | os.PathLike[str]) -> Explanation:
-    """Read what `Explanation.save` wrote.  Raises InputError for a file of another form."""
-    from attrace.render.record import read
+    """Read what `Explanation.save` wrote.  Raises InputError for a file that is missing or of another form."""
+    from attrace.render.record import from_json
 
-    found = read(Path(path))
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(
+            f"Expected a JSON file that Explanation.save wrote. Received: {str(path)!r} ({error})."
+        ) from None
+    found = from_json(text)
     return Explanation(**{f.name: getattr(found, f.name) for f in fields(found)})
 
 
@@ -71,9 +80,9 @@ def method_names() -> tuple[str, ...]:
 
 def check_output(path: str | os.PathLike[str]) -> None:
     """Raise OutputError where a result could not be written; leaves nothing behind."""
-    from attrace.render.files import check_writable
+    from attrace.render import files
 
-    check_writable(path)
+    files.check_writable(path)
 
 
 def explain(
@@ -119,6 +128,7 @@ def explain(
     >>> result = attrace.explain(None, "Claim your FREE prize now")
     >>> result.target.label
     'spam'
+
     """
     _check_options(method, residual, discard)
     options = Options(heads=heads, residual=residual, discard=discard, layers=None if layers is None else tuple(layers))
@@ -209,11 +219,7 @@ def _run(name: str, subject: TextSubject, options: Options, progress: Progress |
     scores = chosen.run(subject, options, progress)
     if scores.sink is None:
         return scores, []
-    piece = subject.encoding.pieces[scores.sink.index]
-    return scores, [
-        f"Collapse: token {scores.sink.index} ({piece!r}) takes {scores.sink.share:.2f} of the mass whatever the "
-        "target. This picture does not tell inputs apart; try --method leave-one-out."
-    ]
+    return scores, ["This picture does not tell inputs apart; --method leave-one-out does."]
 
 
 def _join(
@@ -265,7 +271,10 @@ def _settings(subject: TextSubject, options: Options, method: str, seed: int) ->
 
 
 def _version(package: str) -> str:
-    return version(package)
+    try:
+        return version(package)
+    except PackageNotFoundError:  # run from a source tree
+        return "unknown"
 
 
 @contextmanager

@@ -25,10 +25,16 @@ TargetKind = Literal["class", "next", "token", "embedding"]
 class AttentionOp(Protocol):
     """One attention call of a model, as a linear operator on tokens."""
 
-    name: str
-    """Dotted name of the module that made the call."""
-    kind: Literal["self", "cross"]
-    heads: int
+    @property
+    def name(self) -> str:
+        """Dotted name of the module that made the call."""
+        ...
+
+    @property
+    def kind(self) -> Literal["self", "cross"]: ...
+
+    @property
+    def heads(self) -> int: ...
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -165,9 +171,7 @@ class Subject(Protocol):
     protected: NDArray[np.bool_]
     """(n,) True at tokens that removal must leave: special tokens and the target's own position."""
 
-    def score(
-        self, keep: NDArray[np.bool_], *, operator: str = "delete", progress: Progress | None = None
-    ) -> Floats:
+    def score(self, keep: NDArray[np.bool_], *, operator: str = "delete", progress: Progress | None = None) -> Floats:
         """The target's log-probability with only the kept tokens: (m, n) -> (m,).
 
         `operator` "delete" takes removed tokens out of the sequence; "hide" leaves them in place and masks them

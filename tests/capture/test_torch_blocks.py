@@ -315,10 +315,32 @@ def test_long_inputs_go_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiles, "BLOCK_ELEMENTS", 1000)
     for op, weights in zip(trace.ops, whole, strict=True):
         torch.testing.assert_close(op.weights(), weights, atol=1e-6, rtol=0)
-        torch.testing.assert_close(
-            op.matvec(torch.eye(33).expand(2, 33, 33)), weights[:, 0], atol=1e-6, rtol=0
-        )
+        torch.testing.assert_close(op.matvec(torch.eye(33).expand(2, 33, 33)), weights[:, 0], atol=1e-6, rtol=0)
 
 
 def test_the_table_is_tested_whole() -> None:
     assert set(SIZES) == set(READS) == set(FAMILIES)
+
+
+def test_what_was_written_to_between_the_run_and_the_question_is_an_error_too() -> None:
+    model = make("bert")
+    trace = traced(model, tokens(1, 5))
+    model.encoder.layer[0].attention.output.dense.weight.mul_(2)
+    with pytest.raises(CaptureError, match="written to since"):
+        trace.contributions().ops[0].weights()
+
+
+@pytest.mark.parametrize("part", ["query", "key"])
+def test_a_query_or_key_that_was_written_to_since_is_an_error(part: str) -> None:
+    class Overwriting(nn.Module):
+        def forward(self, q: Tensor, k: Tensor) -> Tensor:
+            q, k = q * 1, k * 1
+            out = nn.functional.scaled_dot_product_attention(q, k, k)
+            (q if part == "query" else k).add_(1)
+            return out
+
+    model = Overwriting()
+    with record(model) as trace:
+        model(torch.randn(1, 2, 5, 4), torch.randn(1, 2, 5, 4))
+    with pytest.raises(CaptureError, match="written to since"):
+        trace.ops[0].weights()

@@ -79,7 +79,12 @@ def test_weights_are_the_librarys_own(family: str, backend: str, side: str, pad:
 
 @pytest.mark.parametrize(
     ("family", "backend", "side"),
-    [(*case, side) for case in tiny.CASES for side in ("left", "right") if side == "right" or case[0] not in tiny.COUNTED],
+    [
+        (*case, side)
+        for case in tiny.CASES
+        for side in ("left", "right")
+        if side == "right" or case[0] not in tiny.COUNTED
+    ],
 )
 def test_a_padded_batch_equals_its_rows_one_by_one(family: str, backend: str, side: str) -> None:
     model, batch = tiny.model(family, backend), tiny.inputs(pad=2, side=side)
@@ -134,7 +139,7 @@ def test_rollout_streams_what_the_dense_reference_gives(family: str, backend: st
     trace = traced(tiny.model(family, backend), tiny.inputs())
     maps = [op.weights().double().numpy() for op in trace.ops]
     for options in ({}, {"residual": 0.2, "heads": "max"}, {"discard": 0.4}, {"layers": [1], "heads": 1}):
-        normalize = "heads" in options and options["heads"] == "max" or "discard" in options
+        normalize = ("heads" in options and options["heads"] == "max") or "discard" in options
         whole = attrace.rollout(maps, **{**options, "normalize": normalize})
         np.testing.assert_allclose(trace.rollout(**options).numpy(), whole, atol=1e-5)
         np.testing.assert_allclose(trace.rollout(target=3, **options).numpy(), whole[:, 3], atol=1e-5)
@@ -348,7 +353,7 @@ def test_bad_questions() -> None:
                   {"heads": "sum"}, {"heads": [1, 2]}, {"residual": 1.5}, {"residual": float("nan")}, {"discard": 1},
                   {"tolerance": -0.1}, {"segments": []}, {"segments": [(2, 2)]}, {"segments": [(0, 8)]}, {"target": []},
                   {"target": 0, "source": 1}):  # fmt: skip
-        with pytest.raises(InputError, match="Expected .* Received"):
+        with pytest.raises(InputError, match=r"Expected .* Received"):
             trace.rollout(**wrong)
     with pytest.raises(ShapeError, match=r"\(7,\) or \(2, 7\)"):
         trace.rollout(target=np.ones(3))

@@ -148,9 +148,7 @@ def _units(text: str, tokens: Sequence[Token]) -> list[tuple[int, int, str, tupl
     return sorted(units, key=lambda unit: (unit[0], unit[3]))
 
 
-def words(
-    text: str, tokens: Sequence[Token], scores: ArrayLike, *, total: float | None = None
-) -> tuple[Word, ...]:
+def words(text: str, tokens: Sequence[Token], scores: ArrayLike, *, total: float | None = None) -> tuple[Word, ...]:
     """Group n tokens into the words of the source text and add up their scores.
 
     `tokens` are n tokens with code point spans into `text`, as `label_tokens` gives them; `scores` n

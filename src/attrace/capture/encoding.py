@@ -94,8 +94,9 @@ def context_length(loaded: Loaded) -> int | None:
     limits = [limit for name in names if isinstance(limit := getattr(config, name, None), int) and limit > 0]
     table = getattr(loaded.model.base_model, "embeddings", None)
     positions = getattr(table, "position_embeddings", None)
-    if limits and getattr(positions, "padding_idx", None) is not None:
-        limits.append(min(limits) - positions.padding_idx - 1)  # RoBERTa counts positions from padding_idx + 1
+    padding: int | None = getattr(positions, "padding_idx", None)
+    if limits and padding is not None:  # RoBERTa counts positions from padding_idx + 1
+        limits.append(min(limits) - padding - 1)
     limit = getattr(loaded.tokenizer, "model_max_length", None)
     if isinstance(limit, int) and 0 < limit < 10**9:
         limits.append(limit)

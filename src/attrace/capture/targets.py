@@ -31,7 +31,7 @@ class Question:
 
 
 def parse(target: str) -> tuple[str, str]:
-    """ "class:spam" -> ("class", "spam"); "auto" -> ("auto", "")."""
+    """Kind and name: ("class", "spam") of "class:spam", ("auto", "") of "auto"."""
     kind, colon, rest = target.partition(":")
     if target == "auto":
         return "auto", ""
@@ -60,7 +60,7 @@ def shown(loaded: Loaded, index: int) -> str:
 
 
 def class_question(loaded: Loaded, logits: Tensor, target: str, n: int) -> Question:
-    """logits (C,)."""
+    """Logits (C,)."""
     config = loaded.model.config
     count = logits.shape[0]
     labels = [str(config.id2label.get(i, i)) for i in range(count)]
@@ -99,12 +99,12 @@ def token_question(loaded: Loaded, logits: Tensor, encoding: Encoding, target: s
         if at == 0:
             raise TargetError("Expected a position with tokens before it, 1 or more. Received: 0, the first token.")
         probabilities = logits[at - 1].float().softmax(-1)
-        return _token_question(loaded, probabilities, int(encoding.ids[at]), at - 1, None, at)
+        return _token_question(loaded, probabilities, index=int(encoding.ids[at]), at=at - 1, rival=None, length=at)
     probabilities = logits[-1].float().softmax(-1)
     index, rival = int(probabilities.argmax()), None
     if kind == "next":
         index, rival = _contrast(text, lambda name: _token_index(loaded, name, probabilities))
-    return _token_question(loaded, probabilities, index, n - 1, rival, n)
+    return _token_question(loaded, probabilities, index=index, at=n - 1, rival=rival, length=n)
 
 
 def mask_question(loaded: Loaded, logits: Tensor, encoding: Encoding, target: str) -> Question:
@@ -115,7 +115,8 @@ def mask_question(loaded: Loaded, logits: Tensor, encoding: Encoding, target: st
     if kind == "class" or (kind == "next" and len(masks) != 1) or (kind == "auto" and len(masks) != 1):
         raise TargetError(
             f"Expected a text with one {mask} to fill, or token:POSITION, of a masked language model. "
-            f"Received: target {target!r} and {len(masks)} {mask} in the text; positions go from 0 to {len(encoding) - 1}."
+            f"Received: target {target!r} and {len(masks)} {mask} in the text, which has the positions 0 to "
+            f"{len(encoding) - 1}."
         )
     at = position(text, len(encoding)) if kind == "token" else int(masks[0])
     probabilities = logits[at].float().softmax(-1)
@@ -124,7 +125,7 @@ def mask_question(loaded: Loaded, logits: Tensor, encoding: Encoding, target: st
         index, rival = _contrast(text, lambda name: _token_index(loaded, name, probabilities))
     else:
         index = int(probabilities.argmax()) if at in masks else int(encoding.ids[at])
-    return _token_question(loaded, probabilities, index, at, rival, len(encoding))
+    return _token_question(loaded, probabilities, index=index, at=at, rival=rival, length=len(encoding))
 
 
 def vector_question(encoding: Encoding, target: str) -> Question:
@@ -140,7 +141,7 @@ def vector_question(encoding: Encoding, target: str) -> Question:
 
 
 def _token_question(
-    loaded: Loaded, probabilities: Tensor, index: int, at: int, rival: int | None, length: int
+    loaded: Loaded, probabilities: Tensor, *, index: int, at: int, rival: int | None, length: int
 ) -> Question:
     likely = probabilities.topk(min(TOP, len(probabilities)))
     return Question(
@@ -169,7 +170,7 @@ def _class_probabilities(loaded: Loaded, logits: Tensor) -> Tensor | None:
 
 
 def _contrast(text: str, find: Any) -> tuple[int, int | None]:
-    """ "A" or "A~B"; a name that itself holds a ~ is tried whole first."""
+    """The index of A in "A", of both in "A~B"; a name that itself holds a ~ is tried whole first."""
     if "~" not in text.strip("~"):
         return find(text), None
     try:
@@ -211,5 +212,3 @@ def _token_index(loaded: Loaded, text: str, probabilities: Tensor) -> int:
 def _listed(names: list[str]) -> str:
     more = f" and {len(names) - 20} more" if len(names) > 20 else ""
     return ", ".join(repr(n) for n in names[:20]) + more
-
-

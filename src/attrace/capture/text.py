@@ -42,9 +42,7 @@ class TextSubject:
     readout: Floats
     protected: NDArray[np.bool_]
 
-    def score(
-        self, keep: NDArray[np.bool_], *, operator: str = "delete", progress: Progress | None = None
-    ) -> Floats:
+    def score(self, keep: NDArray[np.bool_], *, operator: str = "delete", progress: Progress | None = None) -> Floats:
         """The target's score with only the kept tokens: (m, n) -> (m,).
 
         Log-probability in nats; with a contrast, log p(A) - log p(B); for a vector, its cosine with the vector of
@@ -79,7 +77,8 @@ class TextSubject:
             batch["attention_mask"] = mask.long()
         with torch.no_grad():
             output = self.loaded.model(**batch)
-        return self._read(output, mask, operator).double().cpu().numpy()
+        values: Floats = self._read(output, mask, operator).double().cpu().numpy()
+        return values
 
     def _nothing(self, rows: int) -> dict[str, Tensor]:
         """What a model is shown when every token is gone: the beginning of a text."""
@@ -101,7 +100,7 @@ class TextSubject:
             whole = _vectors(self.trace.output, None, self._places(mask[:1] | True, "hide"))
             kept = None if operator == "delete" else mask
             return torch.cosine_similarity(_vectors(output, kept, places), whole, dim=-1)
-        logits = output.logits.float()
+        logits: Tensor = output.logits.float()
         if task != "classifier":
             logits = logits[torch.arange(len(logits), device=logits.device), self._places(mask, operator)]
         index = question.target.index
@@ -122,7 +121,6 @@ class TextSubject:
             order = torch.arange(1, mask.shape[1] + 1, device=mask.device)
             return mask.sum(1) - 1 if operator == "delete" else (mask * order).argmax(1)
         return mask[:, :at].sum(1) if operator == "delete" else torch.full_like(mask[:, 0], at, dtype=torch.long)
-
 
 
 def ask(loaded: Loaded, encoding: Encoding, target: str, *, detail: bool = False) -> TextSubject:
@@ -156,7 +154,8 @@ def _readout(loaded: Loaded, encoding: Encoding, question: Question) -> Floats:
     """How the target reads the last layer's positions: (n,), summing to one."""
     n, at = len(encoding), question.target.position
     if at is not None:
-        return np.eye(n)[at]
+        one_hot: Floats = np.eye(n)[at]
+        return one_hot
     if loaded.task == "encoder":
         return np.full(n, 1.0 / n)
     norms = _gradient_norms(loaded, encoding, question)
@@ -165,7 +164,8 @@ def _readout(loaded: Loaded, encoding: Encoding, question: Question) -> Floats:
             f"Expected the target {question.target.label!r} to depend on the last layer of {loaded.name}. "
             "Received: a gradient of zero or NaN at every position."
         )
-    return norms / norms.sum()
+    readout: Floats = norms / norms.sum()
+    return readout
 
 
 def _gradient_norms(loaded: Loaded, encoding: Encoding, question: Question) -> Floats:
@@ -217,7 +217,7 @@ def last_block(model: nn.Module) -> nn.Module:
 
 def _vectors(output: Any, mask: Tensor | None, places: Tensor | None) -> Tensor:
     """Mean over the kept positions, or the vector at a place: (m, d)."""
-    hidden = output.last_hidden_state.float()
+    hidden: Tensor = output.last_hidden_state.float()
     if places is not None:
         return hidden[torch.arange(len(hidden), device=hidden.device), places]
     if mask is None:

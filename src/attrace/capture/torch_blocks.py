@@ -19,16 +19,29 @@ from attrace.ops.contributions.naive import Norm
 from attrace.ops.contributions.rows import block_output, contribution_rows
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Block:
     """What surrounds one attention call: norm?(residual + projection(context) + bias)."""
 
+    value: Tensor
+    """(B, K, n, D), as in the call."""
     residual: Tensor
     """(B, n, E), the block's input."""
     projection: Tensor
     """(E, H * D)"""
     bias: Tensor | None
     norm: Norm | None
+
+    def __post_init__(self) -> None:
+        self._versions = self._now()
+
+    def unchanged(self) -> bool:
+        """Whether no part was written to since it was recorded."""
+        return self._now() == self._versions
+
+    def _now(self) -> list[int]:
+        parts = (self.value, self.residual, self.projection, self.bias)
+        return [version_of(t) for t in parts if t is not None]
 
 
 class BlockInputs:
@@ -37,15 +50,15 @@ class BlockInputs:
     def __init__(self, model: nn.Module) -> None:
         self._modules = dict(model.named_modules())
         self._thread = threading.get_ident()
-        self._families = {
-            name: family
-            for name in self._modules
-            if (family := FAMILIES.get(self.family_of(name))) and name.rpartition(".")[2] == family.attention
-        }
+        self._families: dict[str, Family] = {}
+        for name in self._modules:
+            family = FAMILIES.get(self.family_of(name))
+            if family and name.rpartition(".")[2] == family.attention:
+                self._families[name] = family
         self._inputs: dict[str, Tensor] = {}
 
     def family_of(self, name: str) -> str:
-        """The model_type of the nearest configuration above a module; the class's name where there is none."""
+        """The model_type of the nearest configuration above a module; its class where there is none."""
         while True:
             module = self._modules.get(name)
             found = getattr(getattr(module, "config", None), "model_type", None)
@@ -61,11 +74,11 @@ class BlockInputs:
             hook = self._noting(name)
             yield self._modules[name].register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
 
-    def block_of(self, name: str) -> Block | None:
+    def block_of(self, name: str, value: Tensor | None) -> Block | None:
         """The block around the attention module that has just called; None where its family is not known."""
         family = self._families.get(name)
         residual = self._inputs.get(path_from(name, family.block)) if family else None
-        if family is None or residual is None:
+        if family is None or residual is None or value is None:
             return None
         projection = self._modules.get(path_from(name, family.projection))
         weight = _weight(projection, family)
@@ -76,13 +89,14 @@ class BlockInputs:
         if isinstance(norm, nn.LayerNorm):
             after = Norm(norm.weight.detach(), None if norm.bias is None else norm.bias.detach(), norm.eps)
         bias = getattr(projection, "bias", None)
-        return Block(residual.detach(), weight, None if bias is None else bias.detach(), after)
+        return Block(value, residual, weight, None if bias is None else bias.detach(), after)
 
     def _noting(self, name: str) -> Any:
-        def note(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            hidden = args[0] if args else kwargs.get("hidden_states")
+        def note(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
+            # Called without kwargs in another thread while this hook is taken away.
+            hidden = args[0] if args else (kwargs or {}).get("hidden_states")
             if threading.get_ident() == self._thread and isinstance(hidden, Tensor):
-                self._inputs[name] = hidden
+                self._inputs[name] = hidden.detach()
 
         return note
 
@@ -108,11 +122,6 @@ class Contributions(TorchAttention):
 
     source: TorchAttention = field(kw_only=True, repr=False)
     block: Block = field(kw_only=True, repr=False)
-    _held: list[tuple[Tensor, int]] = field(init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        parts = (self.value, self.block.residual, self.block.projection)
-        self._held = [(t, version_of(t)) for t in parts if t is not None]
 
     @property
     def device(self) -> torch.device:
@@ -121,6 +130,9 @@ class Contributions(TorchAttention):
     @property
     def dtype(self) -> torch.dtype:
         return self.source.dtype
+
+    def first_bad_row(self) -> int | None:
+        return self.source.first_bad_row()
 
     def output(self, rows: Tensor) -> Tensor:
         """The given rows of the attention block's output, recomputed from the recorded parts: (B, R, E)."""
@@ -136,7 +148,7 @@ class Contributions(TorchAttention):
         return torch.cat(found or [rows.new_zeros(batch, 0, keys, dtype=self.dtype)], dim=1)[:, None]
 
     def _parts(self) -> dict[str, Any]:
-        if any(version_of(t) != version for t, version in self._held):
+        if not self.block.unchanged():
             raise CaptureError(
                 f"Expected the values, the input and the output projection of {self.name} as the model used "
                 "them. Received: tensors that were written to since (training, for one). Read the "
@@ -147,7 +159,7 @@ class Contributions(TorchAttention):
             shift = None if norm.shift is None else norm.shift.to(self.dtype)
             norm = Norm(norm.gain.to(self.dtype), shift, norm.eps)
         return {
-            "value": None if self.value is None else self.value.to(self.dtype),
+            "value": self.block.value.to(self.dtype),
             "projection": self.block.projection.to(self.dtype),
             "residual": self.block.residual.to(self.dtype),
             "bias": None if bias is None else bias.to(self.dtype),
@@ -164,7 +176,7 @@ def contributions_of(op: TorchAttention, family: str, *, values: bool) -> Contri
             f"Expected a trace with values, for contributions. Received: one without ({op.name}). Record "
             "with record(model, values=True)."
         )
-    if op.value is None or op.block is None:
+    if op.block is None:
         raise CaptureError(
             "Expected attention blocks of a family whose output projection and norm are known "
             f"({', '.join(FAMILIES)}). Received: {op.name} of family {family}. Use the method rollout, "
@@ -172,11 +184,4 @@ def contributions_of(op: TorchAttention, family: str, *, values: bool) -> Contri
             "attrace/capture/families.py."
         )
     batch, _, length, keys = op.shape
-    return Contributions(
-        name=op.name,
-        layer=op.layer,
-        shape=(batch, 1, length, keys),
-        value=op.value,
-        source=op,
-        block=op.block,
-    )
+    return Contributions(name=op.name, layer=op.layer, shape=(batch, 1, length, keys), source=op, block=op.block)

@@ -170,9 +170,7 @@ class QueryKeyAttention(TorchAttention):
                 f"Expected the query and key of {self.name} as the model used them. Received: tensors that were "
                 "written to since (a static cache, for one). Read the weights before the model runs again."
             )
-        return weight_rows(
-            self.query, self.key, rows=rows, scale=self.scale, bias=self.bias, causal=self.causal
-        )
+        return weight_rows(self.query, self.key, rows=rows, scale=self.scale, bias=self.bias, causal=self.causal)
 
 
 @dataclass(eq=False)
@@ -194,8 +192,6 @@ class SoftmaxAttention(TorchAttention):
 
     def _rows(self, rows: Tensor) -> Tensor:
         return self.map.index_select(2, rows).to(self.dtype)
-
-
 
 
 def _coefficients(heads: CheckedHeads, count: int) -> list[float] | None:

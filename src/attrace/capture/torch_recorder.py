@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.overrides import enable_reentrant_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from attrace.capture.torch_blocks import BlockInputs
@@ -51,7 +52,8 @@ PRODUCTS = {aten.bmm.default, aten.baddbmm.default}
 
 
 def storage_of(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    address: int = tensor.untyped_storage()._cdata
+    return address
 
 
 @dataclass
@@ -67,7 +69,7 @@ class Recorder(TorchDispatchMode):
     """Fills a trace while the model runs under it."""
 
     def __init__(self, trace: Trace, model: nn.Module, *, blocks: BlockInputs | None) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._trace = trace
         self._blocks = blocks
         self._values = blocks is not None
@@ -88,9 +90,7 @@ class Recorder(TorchDispatchMode):
         if id(module) in self._names and threading.get_ident() == self._thread and self._running:
             self._running.pop()
 
-    def enter_model(
-        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
-    ) -> None:
+    def enter_model(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
         # Another thread may run the same model while this hook is taken away, and then call it without kwargs.
         if threading.get_ident() != self._thread or kwargs is None:
             return
@@ -114,12 +114,14 @@ class Recorder(TorchDispatchMode):
         out = func(*args, **kwargs)
         if self._running:
             if func in FUSED:
-                self._fused(func, args, kwargs)
+                with enable_reentrant_dispatch():  # so that detached tensors share their version counters
+                    self._fused(func, args, kwargs)
             elif func in SOFTMAX:
                 self._softmax(args, out)
             elif self._pending:
                 if func in PRODUCTS:
-                    self._product(args)
+                    with enable_reentrant_dispatch():
+                        self._product(args)
                 elif func in CARRIERS:
                     self._carry(args, out)
         return out
@@ -178,25 +180,19 @@ class Recorder(TorchDispatchMode):
 
     def _as_map(self, found: PendingSoftmax, used: Tensor) -> Tensor | None:
         """The softmax as (B, H, Q, T): as computed, or as used where a column (a sink) was cut off."""
-        weights = found.map
-        if weights.numel() != used.numel():
-            if weights.ndim != 4 or used.shape[-2] != weights.shape[-2]:
-                return self._refuse(found)
-            weights = used.detach().reshape(*weights.shape[:3], used.shape[-1])
-        if weights.ndim == 3:  # (B * H, Q, T)
-            if not self._batch or weights.shape[0] % self._batch:
-                return self._refuse(found)
-            weights = weights.unflatten(0, (self._batch, -1))
-        if weights.ndim != 4:
-            return self._refuse(found)
-        return weights
-
-    def _refuse(self, found: PendingSoftmax) -> None:
-        self._trace.unread.append(f"{found.module} (a map of shape {tuple(found.map.shape)})")
+        weights, whole = found.map, found.map.numel() == used.numel()
+        if weights.ndim == 4 and whole:
+            return weights
+        if weights.ndim == 4 and used.shape[-2] == weights.shape[-2]:
+            return used.detach().reshape(*weights.shape[:3], used.shape[-1])
+        if weights.ndim == 3 and whole and self._batch and weights.shape[0] % self._batch == 0:  # (B * H, Q, T)
+            return weights.reshape(self._batch, -1, *weights.shape[1:])
+        self._trace.unread.append(f"{found.module} (a map of shape {tuple(weights.shape)})")
+        return None
 
     def _record(self, op: TorchAttention) -> None:
         if self._blocks is not None:
-            op.block = self._blocks.block_of(op.name)
+            op.block = self._blocks.block_of(op.name, op.value)
         self._trace.ops.append(op)
 
 

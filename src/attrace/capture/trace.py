@@ -125,7 +125,7 @@ class Trace:
         return source_columns(ops, eye, mixing)
 
     def contributions(self) -> Trace:
-        """This run with each attention block's contributions in the place of its maps: one head, rows sum to one.
+        """The run with each attention block's contributions in the place of its maps: one head, rows sum to one.
 
         c_ij is the share of token j in row i of the block's output, residual, output projection and layer norm
         included (Ferrando, Gállego and Costa-jussà 2022, arXiv 2203.04212, eq. 8 to 11).  The residual is inside:
@@ -176,7 +176,9 @@ def _indicators(segments: Sequence[tuple[int, int]], eye: Tensor) -> Tensor:
     n = eye.shape[-1]
     for start, stop in segments:
         if not 0 <= start < stop <= n:
-            raise InputError(f"Expected segments (start, stop) with 0 <= start < stop <= {n}. Received: {(start, stop)}.")
+            raise InputError(
+                f"Expected segments (start, stop) with 0 <= start < stop <= {n}. Received: {(start, stop)}."
+            )
     if not segments:
         raise InputError("Expected at least one segment. Received: none.")
     return torch.stack([eye[..., a:b].sum(-1) for a, b in segments], dim=-1)

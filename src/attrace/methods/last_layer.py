@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from attrace.methods.rollout import missing_mass
 from attrace.types import Floats, Options, Progress, Scores, Subject
 
 
@@ -16,4 +17,4 @@ def last_layer(subject: Subject, options: Options, progress: Progress | None = N
         target=subject.readout, heads=options.heads, residual=0.0, discard=options.discard, layers=[layer]
     )
     values: Floats = answer[0].detach().double().cpu().numpy()
-    return Scores(values=values, sink_mass=max(0.0, 1.0 - float(values.sum())))
+    return Scores(values=values, sink_mass=missing_mass(values))

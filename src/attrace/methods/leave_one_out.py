@@ -8,7 +8,7 @@ from attrace.types import Options, Progress, Scores, Subject
 
 
 def leave_one_out(subject: Subject, options: Options, progress: Progress | None = None) -> Scores:
-    """log p(target | x) - log p(target | x without token i), in nats; positive where the token spoke for it.
+    """Log p(target | x) - log p(target | x without token i), in nats; positive where the token spoke for it.
 
     Li et al. 2016, "Understanding Neural Networks through Representation Erasure", eq. 1, in log-probability.
     Special tokens and the target's own position are left in place and score zero.  Cost: n forward passes, batched.

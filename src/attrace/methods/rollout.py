@@ -10,6 +10,8 @@ from attrace.types import Floats, Options, Progress, Scores, Sink, Subject
 
 COLLAPSE = 0.9
 """One position above this share, whatever the target, is a collapse and not an explanation."""
+ROUNDING = 1e-5
+"""Sums of float32 weights over many layers are this close to one."""
 
 
 def rollout(subject: Subject, options: Options, progress: Progress | None = None) -> Scores:
@@ -19,9 +21,13 @@ def rollout(subject: Subject, options: Options, progress: Progress | None = None
     positions.  Values are ignored, and the map is the same for every class.  Cost: one Q K^T pass a layer.
     """
     values = rollout_values(subject, options)
-    return Scores(
-        values=values, sink_mass=max(0.0, 1.0 - float(values.sum())), sink=find_sink(subject, options, values)
-    )
+    return Scores(values=values, sink_mass=missing_mass(values), sink=find_sink(subject, options, values))
+
+
+def missing_mass(values: Floats) -> float:
+    """What a row of shares lacks to one, beyond rounding: the mass that the model's own sinks took."""
+    missing = 1.0 - float(values.sum())
+    return missing if missing > ROUNDING else 0.0
 
 
 def rollout_values(subject: Subject, options: Options) -> Floats:

@@ -65,12 +65,23 @@ class Framework:
             return sys.modules["torch"].kthvalue(flat, k, dim=1, keepdim=True).values
         return self.xp.sort(flat, axis=1)[:, k - 1 : k]
 
+    def extremes(self, x: Any) -> tuple[Any, Any]:
+        """The smallest and the largest entry of all, NaN where there is one; no array is made."""
+        if self.name == "torch":
+            return tuple(sys.modules["torch"].aminmax(x))
+        if self.name == "numpy":
+            with sys.modules["numpy"].errstate(invalid="ignore"):  # NaN in bfloat16 would warn
+                return x.min(), x.max()
+        return self.xp.min(x), self.xp.max(x)
+
     def one_hot(self, positions: list[int], like: Any) -> Any:
         """(1, k, n) with a one at each of k positions; dtype, device and n of `like`, (..., n)."""
         n = like.shape[-1]
         if self.name == "torch":
             torch = sys.modules["torch"]
             every = torch.arange(n, device=like.device)
+            if len(positions) == 1:  # torch.compile then keeps one graph for all positions
+                return (every == positions[0])[None, None].to(like.dtype)
             wanted = torch.as_tensor(positions, device=like.device)
         else:
             every, wanted = self.xp.arange(n), self.xp.asarray(positions)

@@ -38,9 +38,7 @@ def _joiner_belongs(text: str, at: int) -> bool:
         return True
     if text[at] != "\u200d" or unicodedata.category(after) != "So":
         return False
-    return (
-        unicodedata.category(before) == "So" or before == "\ufe0f" or "\U0001f3fb" <= before <= "\U0001f3ff"
-    )
+    return unicodedata.category(before) == "So" or before == "\ufe0f" or "\U0001f3fb" <= before <= "\U0001f3ff"
 
 
 def _selector_belongs(text: str, at: int) -> bool:

@@ -43,6 +43,8 @@ def _resolve(path: Path) -> Path:
         raise OutputError(f"cannot write {path}: it is a folder; name a file inside of it")
     if not target.parent.is_dir():
         raise OutputError(f"cannot write {path}: there is no folder {target.parent}; create it first")
+    with suppress(FileNotFoundError):
+        target.lstat()  # raises for a name that is too long
     if target.exists() and not os.access(target, os.W_OK):
         raise OutputError(f"cannot write {path}: the file is write-protected; name another file")
     return target

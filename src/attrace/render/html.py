@@ -9,15 +9,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.resources import files
-from typing import Literal
-
-import jinja2
-from markupsafe import Markup
+from typing import TYPE_CHECKING, Literal
 
 from attrace.render.escapes import visible
 from attrace.render.palette import DEFAULT, INK, PAGE, STEPS, Palette, Scheme, accent, background, step
 from attrace.render.scene import Scene, Segment, Unit, Units, build_scene
 from attrace.types import Attribution
+
+if TYPE_CHECKING:
+    import jinja2
 
 Direction = Literal["ltr", "rtl"]
 
@@ -154,6 +154,8 @@ def _style(signed: bool, palette: Palette) -> str:
 
 @lru_cache(maxsize=1)
 def _template() -> jinja2.Template:
+    import jinja2
+
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
@@ -184,6 +186,8 @@ def to_html(
     >>> "<b>" in page, "&lt;b&gt;" in page
     (False, True)
     """
+    from markupsafe import Markup
+
     scene = build_scene(attribution, top=top, units=units, scale=scale)
     style = _style(attribution.signed, palette)
     strongest = [scene.units[number] for number in scene.top]

@@ -206,8 +206,7 @@ def from_dict(record: Any) -> Attribution:
     attribution = Attribution(
         text=top.text("text"),
         tokens=tuple(
-            Token(item.text("text"), item.count("start"), item.count("end"), item.flag("special"))
-            for item in tokens
+            Token(item.text("text"), item.count("start"), item.count("end"), item.flag("special")) for item in tokens
         ),
         scores=np.array([item.number("score") for item in tokens], dtype=np.float64),
         words=tuple(_word(item) for item in top.objects("words")),

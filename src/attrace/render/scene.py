@@ -123,6 +123,11 @@ def _effect(score: float, scale: float) -> str:
     return text if float(text) else text.lstrip("+-")
 
 
+def _is_run(values: list[Any]) -> bool:
+    """Whole numbers that go up by one."""
+    return all(type(v) is int for v in values) and values == list(range(values[0], values[0] + len(values)))
+
+
 def _setting(value: Any) -> str:
     if isinstance(value, str):
         text = value
@@ -132,6 +137,8 @@ def _setting(value: Any) -> str:
         text = f"{value:.6g}"
     elif isinstance(value, Mapping):
         text = ", ".join(f"{key} {_setting(part)}" for key, part in value.items())
+    elif isinstance(value, list) and len(value) > 2 and _is_run(value):
+        text = f"{value[0]}-{value[-1]}"  # a run of layers
     else:
         text = json.dumps(value, ensure_ascii=False, default=str)
     return visible(text if len(text) <= 200 else text[:199] + "…")
@@ -140,9 +147,7 @@ def _setting(value: Any) -> str:
 def _headline(target: Target) -> tuple[str, str]:
     if target.kind in ("next", "token"):
         quote = "“{}”" if not target.label.isspace() else "{}"
-        label = quote.format(
-            visible(target.label) if not target.label.isspace() else visible_label(target.label)
-        )
+        label = quote.format(visible(target.label) if not target.label.isspace() else visible_label(target.label))
         other = f"“{visible(target.contrast)}”" if target.contrast is not None else ""
     else:
         label = visible_label(target.label)
@@ -159,9 +164,7 @@ class _Builder:
     def __init__(self, attribution: Attribution, units: Units, scale: float | None) -> None:
         self.attribution = attribution
         self.scores = [float(score) for score in attribution.scores]
-        self.apart = (
-            attribution.sink.index if attribution.sink is not None and not attribution.signed else None
-        )
+        self.apart = attribution.sink.index if attribution.sink is not None and not attribution.signed else None
         total = math.fsum(map(abs, self.scores))
         if not attribution.signed:
             total += attribution.lost_mass + attribution.sink_mass
@@ -173,9 +176,7 @@ class _Builder:
             self.spans.append((start, end))
             raw.append((label, self.kind(label, members), members))
         sums = [self.sum(members, kind) for _, kind, members in raw]
-        colourful = [
-            abs(value) for value, (_, kind, _) in zip(sums, raw, strict=True) if kind in ("word", "blank")
-        ]
+        colourful = [abs(value) for value, (_, kind, _) in zip(sums, raw, strict=True) if kind in ("word", "blank")]
         self.largest = max(colourful, default=0.0)
         self.scale = self.largest if scale is None else scale
         self.digits = _share_digits(self.share(self.largest))
@@ -307,8 +308,8 @@ class _Builder:
             ("text", sums["word"] + sums["blank"]),
             ("special tokens", sums["special"]),
             ("sink", sums["sink"]),
-            ("the model's own sinks", self.attribution.sink_mass),
-            ("given up by the approximation", self.attribution.lost_mass),
+            ("model's own sinks", self.attribution.sink_mass),
+            ("lost to approximation", self.attribution.lost_mass),
         )
         kept = [(name, mass) for name, mass in rows if mass]
         return tuple((name, percent(mass / self.total)) for name, mass in kept) if len(kept) > 1 else ()
@@ -338,9 +339,7 @@ class _Builder:
         said = f"{place}, {name}, takes {percent(sink.share)} of the attention mass whatever the target."
         if self.attribution.signed:
             return said
-        return (
-            f"{said} This is a collapse, not an explanation: it is left out of the colours and of the list."
-        )
+        return f"{said} This is a collapse, not an explanation: it is left out of the colours and of the list."
 
     def rows(self) -> tuple[TokenRow, ...]:
         kinds: dict[int, Kind] = {index: unit.kind for unit in self.units for index in unit.tokens}
@@ -352,9 +351,7 @@ class _Builder:
                 index=index,
                 label=visible_label(token.text),
                 span=f"{token.start}–{token.end}" if token.end > token.start else "",
-                score=f"{self.scores[index]:+.6g}"
-                if self.attribution.signed
-                else f"{self.scores[index]:.6g}",
+                score=f"{self.scores[index]:+.6g}" if self.attribution.signed else f"{self.scores[index]:.6g}",
                 share=percent(self.share(self.scores[index]), digits),
                 kind=kinds.get(index, "special"),
             )
@@ -382,9 +379,7 @@ def build_scene(
     if scale is not None and not (math.isfinite(scale) and scale > 0):
         raise InputError(f"expected a scale above 0, got {scale}")
     built = _Builder(attribution, units, scale)
-    ranked = [
-        number for number, unit in enumerate(built.units) if unit.kind in ("word", "blank") and unit.score
-    ]
+    ranked = [number for number, unit in enumerate(built.units) if unit.kind in ("word", "blank") and unit.score]
     ranked.sort(key=lambda number: (-abs(built.units[number].score), number))
     others = [built.units[number].score for number in ranked[top:]]
     label, question = _headline(attribution.target)
@@ -409,9 +404,7 @@ def build_scene(
         sink=built.sink(),
         notes=tuple(visible_label(note) for note in attribution.notes),
         method=visible_label(attribution.method),
-        settings=tuple(
-            (visible_label(str(key)), _setting(value)) for key, value in attribution.settings.items()
-        ),
+        settings=tuple((visible_label(str(key)), _setting(value)) for key, value in attribution.settings.items()),
         rows=built.rows(),
         signed=attribution.signed,
         unit=visible_label(attribution.unit),

@@ -35,6 +35,8 @@ _LEAST = 3
 _FAINTEST = 6
 """The colour step that the weakest weight begins at."""
 _PLAIN = Console(width=_WIDEST, color_system=None, _environ={})  # only measures and wraps
+_PREDICTIONS = 5
+_PLAINER = {"“": '"', "”": '"', "·": "-", "…": "...", "×": "x", "⏎": "\\n", "⇥": "\\t", "␣": "_"}
 _DIM, _BOLD = Style(dim=True), Style(bold=True)
 
 
@@ -129,16 +131,15 @@ def _encodable(text: Text, encoding: str) -> Text:
     """The text with characters that the output cannot write as escapes; its styles kept."""
     result = Text(overflow="fold", no_wrap=text.no_wrap)
     for start, char in enumerate(text.plain):
-        swapped = {"“": '"', "”": '"', "·": "-", "…": "...", "–": "-", "×": "x", "⏎": "\\n", "␣": "_"}.get(
-            char, char
-        )
-        safe = swapped.encode(encoding, "backslashreplace").decode(encoding)
-        style = Style.combine(
-            span.style if isinstance(span.style, Style) else Style.parse(span.style)
-            for span in text.spans
-            if span.start <= start < span.end
-        )
-        result.append(safe, style)
+        safe = char
+        try:
+            char.encode(encoding)
+        except UnicodeEncodeError:
+            safe = _PLAINER.get(char) or char.encode("ascii", "backslashreplace").decode()
+        result.append(safe)
+        for span in text.spans:
+            if span.start <= start < span.end:
+                result.stylize(span.style, len(result) - len(safe))
     return result
 
 
@@ -151,23 +152,40 @@ def _draw(scene: Scene, ink: _Ink, width: int, ascii_only: bool) -> Iterator[Tex
     yield from _foot(scene, width)
 
 
+def _wrap(text: Text, width: int) -> Iterator[Text]:
+    """Lines of a text no wider than `width`; line ends and indentation stay, blanks before line ends go."""
+    for line in text.wrap(_PLAIN, width, overflow="fold", tab_size=4):
+        line.rstrip()
+        yield line
+
+
+def _joined(parts: Iterable[str], width: int) -> list[str]:
+    """Parts side by side, a dot between them, in lines that break between parts."""
+    lines: list[str] = []
+    for part in parts:
+        if lines and cell_len(lines[-1]) + cell_len(part) + 3 <= width:
+            lines[-1] += f" · {part}"
+        else:
+            lines.append(part)
+    return lines
+
+
 def _head(scene: Scene, width: int) -> Iterator[Text]:
-    title = Text(overflow="fold")
-    title.append(scene.label, _BOLD)
-    if scene.amount:
-        title.append(f"  {scene.amount}", _BOLD)
+    title = Text.assemble((scene.label, _BOLD), (f"  {scene.amount}" if scene.amount else "", _BOLD))
     details = " · ".join((scene.question, *scene.details) if scene.question else scene.details)
     gap = width - title.cell_len - cell_len(details)
     if gap >= 3:
-        title.append(" " * gap)
-        title.append(details, _DIM)
-        yield title
+        yield Text.assemble(title, " " * gap, (details, _DIM))
     else:
-        yield title
-        yield Text.assemble((details, _DIM), overflow="fold")
+        yield from _wrap(title, width)
+        yield from _wrap(Text.assemble((details, _DIM)), width)
     if len(scene.predictions) > 1:
-        listed = " · ".join(f"{label} {amount}" for label, amount in scene.predictions)
-        yield Text.assemble((listed, _DIM), overflow="fold")
+        shown = [f"{label} {amount}" for label, amount in scene.predictions[:_PREDICTIONS]]
+        for line in _joined(shown, width):
+            yield from _wrap(Text.assemble((line, _DIM)), width)
+    if scene.sink:
+        yield Text()
+        yield from _wrap(Text.assemble(("Sink  ", _BOLD), scene.sink), width)
 
 
 def _body(scene: Scene, ink: _Ink, width: int) -> Iterator[Text]:
@@ -185,9 +203,7 @@ def _body(scene: Scene, ink: _Ink, width: int) -> Iterator[Text]:
                 text.append(f" {unit.amount.replace(' ', '')}]" if closes else "")
             else:
                 text.append(segment.text, _segment_style(scene, ink, segment))
-        for piece in text.wrap(_PLAIN, width, overflow="fold", tab_size=4):
-            piece.rstrip()
-            yield piece
+        yield from _wrap(text, width)
 
 
 def _segment_style(scene: Scene, ink: _Ink, segment: Segment) -> Style:
@@ -231,38 +247,29 @@ def _table(scene: Scene, ink: _Ink, width: int, ascii_only: bool) -> Iterator[Te
     yield Text()
 
 
+def _times(name: str, count: int) -> str:
+    return f"{name} ×{count}" if count > 1 else name
+
+
 def _foot(scene: Scene, width: int) -> Iterator[Text]:
-    if scene.specials:
-        names = (
-            f"{name}{f' ×{count}' if count > 1 else ''} {amount}" for name, count, amount in scene.specials
-        )
-        yield from _row("Special tokens", names, width)
-    if scene.ledger:
-        yield from _row("Mass", (f"{name} {amount}" for name, amount in scene.ledger), width)
-    if scene.sink:
-        yield from _row("Sink", (scene.sink,), width, Style.null())
-    settings = (f"{key} {value}" for key, value in scene.settings)
-    yield from _row("Method", (scene.method, *settings), width)
-    for note in scene.notes:
-        yield from _row("Note", (note,), width, Style.null())
-
-
-def _row(name: str, parts: Iterable[str], width: int, style: Style = _DIM) -> Iterator[Text]:
-    """A name with what belongs to it beside it, broken between parts where it can be."""
     indent = 16 if width >= 60 else 2
     room = width - indent
-    lines: list[str] = []
-    for part in parts:
-        if lines and cell_len(lines[-1]) + cell_len(part) + 3 <= room:
-            lines[-1] += f" · {part}"
-        else:
-            lines.append(part)
-    folded = [str(piece) for line in lines for piece in Text(line).wrap(_PLAIN, room)]
-    if indent == 2:
-        yield Text.assemble((name, _BOLD))
-    for at, line in enumerate(folded):
-        head = name if at == 0 and indent > 2 else ""
-        yield Text.assemble((f"{head:<{indent}}", _BOLD), (line.rstrip(), style))
+    specials = [f"{_times(name, count)} {amount}" for name, count, amount in scene.specials]
+    mass = [f"{name} {amount}" for name, amount in scene.ledger]
+    method = [scene.method, *(f"{key} {value}" for key, value in scene.settings)]
+    rows = (
+        ("Special tokens", _joined(specials, room), _DIM),
+        ("Mass", _joined(mass, room), _DIM),
+        ("Method", _joined(method, room), _DIM),
+        ("Note" if len(scene.notes) == 1 else "Notes", scene.notes, Style.null()),
+    )
+    for name, parts, style in rows:
+        if parts and indent == 2:
+            yield Text.assemble((name, _BOLD))
+        lines = [line for part in parts for line in _wrap(Text.assemble((part, style)), room)]
+        for at, line in enumerate(lines):
+            head = name if at == 0 and indent > 2 else ""
+            yield Text.assemble((f"{head:<{indent}}", _BOLD), line)
 
 
 def to_text(

@@ -82,13 +82,9 @@ def test_the_parts_and_the_biases_sum_to_the_blocks_own_output(case: Case) -> No
     np.testing.assert_allclose(output, y, atol=1e-12)
     unbiased = block.o.bias.numpy()
     if block.post:
-        before = x + block.o(
-            (weights @ value.repeat_interleave(H // block.groups, 1)).transpose(1, 2).flatten(2)
-        )
+        before = x + block.o((weights @ value.repeat_interleave(H // block.groups, 1)).transpose(1, 2).flatten(2))
         deviation = np.sqrt(before.numpy().var(-1) + block.norm.eps)[..., None]
-        unbiased = (
-            block.norm.weight.numpy() * (unbiased - unbiased.mean()) / deviation + block.norm.bias.numpy()
-        )
+        unbiased = block.norm.weight.numpy() * (unbiased - unbiased.mean()) / deviation + block.norm.bias.numpy()
     np.testing.assert_allclose(parts.sum(2) + unbiased, y, atol=1e-12)
 
 

@@ -35,8 +35,9 @@ def attention_weights(
         b = np.asarray(bias)
         scores = scores + (np.where(b, 0.0, -np.inf) if b.dtype == bool else b.astype(np.float64))
     if causal:
-        scores = np.where(np.tri(*scores.shape[-2:], dtype=bool), scores, -np.inf)
+        scores = np.where(np.tril(np.ones(scores.shape[-2:], bool)), scores, -np.inf)
     peak = scores.max(axis=-1, keepdims=True)
     exp = np.exp(scores - np.where(np.isneginf(peak), 0.0, peak))
     total = exp.sum(axis=-1, keepdims=True)
-    return np.divide(exp, total, out=np.zeros_like(exp), where=total > 0)
+    weights: Floats = np.divide(exp, total, out=np.zeros_like(exp), where=total > 0)
+    return weights

@@ -42,9 +42,7 @@ def weight_rows(
         scores = (q @ k.transpose(-1, -2)).reshape(batch, heads, len(rows), length)
     if bias is not None:
         block = bias if bias.ndim < 2 or bias.shape[-2] == 1 else bias.index_select(-2, rows)
-        scores = (
-            scores.masked_fill_(~block, -torch.inf) if block.dtype == torch.bool else scores.add_(block.to(dtype))
-        )
+        scores = scores.masked_fill_(~block, -torch.inf) if block.dtype == torch.bool else scores.add_(block.to(dtype))
     if causal:
         later = torch.arange(length, device=rows.device) > rows[:, None]
         scores.masked_fill_(later, -torch.inf)

@@ -83,9 +83,7 @@ def contribution_rows(
     return torch.where(total > 0, shares / torch.where(total > 0, total, 1), alone)
 
 
-def _before_norm(
-    weights: Tensor, value: Tensor, projection: Tensor, x: Tensor, bias: Tensor | None
-) -> Tensor:
+def _before_norm(weights: Tensor, value: Tensor, projection: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
     """Projected context plus residual, (B, R, E)."""
     batch, heads, count, _ = weights.shape
     groups = value.shape[1]

@@ -96,9 +96,7 @@ def rollout(
     >>> rollout([first, last], target=-1)
     array([[0.1875, 0.8125]])
     """
-    recipe = _Recipe(
-        heads, check_residual(residual), check_switch("normalize", normalize), check_discard(discard)
-    )
+    recipe = _Recipe(heads, check_residual(residual), check_switch("normalize", normalize), check_discard(discard))
     if target is not None and source is not None:
         raise InputError(
             f"Expected a target or a source. Received: target={target!r} and source={source!r}. "
@@ -131,12 +129,10 @@ def row_mass(
     >>> import numpy as np
     >>> short = np.array([[[[0.5, 0.25], [0.0, 1.0]]]])  # a sink took a quarter of row 0
     >>> row_mass([short, short], normalize=False)
-    array([[[0.875   , 1.      ],
-            [0.796875, 1.      ]]])
+    array([[[0.875  , 1.     ],
+            [0.78125, 1.     ]]])
     """
-    recipe = _Recipe(
-        heads, check_residual(residual), check_switch("normalize", normalize), check_discard(discard)
-    )
+    recipe = _Recipe(heads, check_residual(residual), check_switch("normalize", normalize), check_discard(discard))
     return _Chain(recipe, MapReader(maps, layers, top_first=False)).masses()
 
 

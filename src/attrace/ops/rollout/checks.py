@@ -42,34 +42,37 @@ def check_switch(name: str, value: Any) -> bool:
 
 def check_positions(name: str, positions: Any, n: int) -> tuple[list[int], bool]:
     """Token positions as indices from 0, and whether a single one was given."""
-    single = hasattr(positions, "__index__") and not _has_axis(positions)
+    # A plain integer comes first: torch.compile may carry it as a symbol, which has no attributes to ask for.
+    single = isinstance(positions, int) or (hasattr(positions, "__index__") and not _has_axis(positions))
     wanted = [positions] if single else positions
     if isinstance(wanted, (str, bytes, set, frozenset, dict)) or not isinstance(wanted, Iterable):
-        raise InputError(
-            f"Expected {name} to be a token position or several. Received: {positions!r}. Give integers."
-        )
+        raise InputError(f"Expected {name} to be a token position or several. Received: {positions!r}. Give integers.")
     found = [check_index(name, position, n, f"the maps have n = {n} tokens") for position in wanted]
     if not found:
         raise InputError(
-            f"Expected {name} to name at least one position. Received: none. Leave {name} out for the whole "
-            "map."
+            f"Expected {name} to name at least one position. Received: none. Leave {name} out for the whole map."
         )
     return found, single
 
 
 def check_index(name: str, value: Any, count: int, why: str) -> int:
-    try:
-        index = operator.index(value)
-    except TypeError:
+    if isinstance(value, bool):
         index = None
-    if index is None or isinstance(value, bool):
+    elif isinstance(value, int):
+        index = value
+    else:
+        try:
+            index = operator.index(value)
+        except TypeError:
+            index = None
+    if index is None:
         raise InputError(f"Expected {name} to be given by integers. Received: {value!r}. Give integers.")
     if not -count <= index < count:
         raise InputError(
             f"Expected {name} from 0 to {count - 1} (or -{count} to -1, from the end). Received: {index}. "
             f"Choose one within: {why}."
         )
-    return index % count
+    return index + count if index < 0 else index
 
 
 def _has_axis(value: Any) -> bool:
@@ -288,8 +291,7 @@ def _check_shape(attention: Any, layer: int) -> tuple[Any, ...]:
         )
     if 0 in shape:
         raise ShapeError(
-            f"Expected a map with no empty axis in layer {layer}. Received: {_shape(attention)}. Leave it "
-            "out."
+            f"Expected a map with no empty axis in layer {layer}. Received: {_shape(attention)}. Leave it out."
         )
     return shape
 
@@ -299,11 +301,12 @@ def _shape(x: Any) -> str:
 
 
 def _check_values(framework: Framework, attention: Any, layer: int) -> None:
-    xp = framework.xp
     values = framework.constant(attention)
     # Two reductions and no array of booleans; a NaN fails both comparisons.
-    lowest, highest = float(xp.min(values)), float(xp.max(values))
-    if lowest >= 0.0 and highest < float("inf"):
+    lowest, highest = framework.extremes(values)
+    if not framework.known(lowest):
+        return  # a constant inside a function that JAX traces
+    if float(lowest) >= 0.0 and float(highest) < float("inf"):
         return
     import numpy as np
 

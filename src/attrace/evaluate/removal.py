@@ -84,10 +84,15 @@ def random_drop(
 
     The same seed gives the same orders for subjects of equal length.
     """
+    values = random_values(len(subject.protected), draws=draws, seed=seed)
+    return float(removal_drops(subject, values, fractions=fractions, operator=operator).mean())
+
+
+def random_values(n: int, *, draws: int = 8, seed: int = 0) -> Floats:
+    """Values that rank n tokens in `draws` random orders: (draws, n)."""
     if draws < 1:
         raise InputError(f"Expected at least one draw. Received: {draws}.")
-    values = np.random.default_rng(seed).random((draws, len(subject.protected)))
-    return float(removal_drops(subject, values, fractions=fractions, operator=operator).mean())
+    return np.random.default_rng(seed).random((draws, n))
 
 
 def removed(fraction: float, n_free: int) -> int:

@@ -125,7 +125,7 @@ def test_causal(models: dict[str, Path]) -> None:
 
 
 def test_a_position_of_a_causal_model_is_explained_by_what_stands_before_it(models: dict[str, Path]) -> None:
-    model, tokenizer = plain(models["causal"], "AutoModelForCausalLM")
+    _, tokenizer = plain(models["causal"], "AutoModelForCausalLM")
     ids = tokenizer(TEXT)["input_ids"]
     prefix = tokenizer.decode(ids[:5])
     for method in ("leave-one-out", "rollout", "last-layer"):

@@ -44,7 +44,7 @@ FAMILIES = {
     "xlm-roberta": _BERT,
 }
 """By the configuration's model_type.  Blocks that add attention and feed-forward at once (GPT-NeoX, GPT-J,
-Phi) are left out: their feed-forward part reads the token itself, beside attention, and eq. 8 has no place
+Phi) are left out: their feed-forward part reads the token itself, beside attention, and the decomposition has no place
 for it.
 """
 

@@ -128,8 +128,8 @@ class Trace:
         """The run with each attention block's contributions in the place of its maps: one head, rows sum to one.
 
         c_ij is the share of token j in row i of the block's output, residual, output projection and layer norm
-        included (Ferrando, Gállego and Costa-jussà 2022, arXiv 2203.04212, eq. 8 to 11).  The residual is inside:
-        roll out with residual=0.0 (eq. 12).  Needs `record(model, values=True)` and a known family; CaptureError
+        included (Ferrando, Gállego and Costa-jussà 2022, arXiv 2203.04212, eq. 8 to 12).  The residual is inside:
+        roll out with residual=0.0.  Needs `record(model, values=True)` and a known family; CaptureError
         otherwise.  Nothing is computed until it is asked for.
         """
         from attrace.capture.torch_blocks import contributions_of

@@ -24,8 +24,8 @@ def removal_drop(
 ) -> float:
     """Mean over the fractions f of score(all) - score(without the ceil(f * n_free) highest-valued tokens).
 
-    This is the area over the perturbation curve of comprehensiveness (Samek et al. 2017, eq. 12; DeYoung et
-    al. 2020, eq. 1 and sec. 4.2), in the unit of `subject.score`: nats where that is a log-probability.
+    Comprehensiveness averaged over shares (DeYoung et al. 2020, "ERASER", sec. 4; the area over the perturbation
+    curve of Samek et al. 2017), in the unit of `subject.score`: nats where that is a log-probability.
     Positive: the output falls.  Larger is better.  `values` (n,) are ranked as signed numbers, the highest
     first, and of equal ones the lower index first.  Only free tokens are ranked and removed: n_free counts
     those that `subject.protected` leaves, so special tokens neither help nor hurt a method.  `operator` says
@@ -84,10 +84,15 @@ def random_drop(
 
     The same seed gives the same orders for subjects of equal length.
     """
+    values = random_values(len(subject.protected), draws=draws, seed=seed)
+    return float(removal_drops(subject, values, fractions=fractions, operator=operator).mean())
+
+
+def random_values(n: int, *, draws: int = 8, seed: int = 0) -> Floats:
+    """Values that rank n tokens in `draws` random orders: (draws, n)."""
     if draws < 1:
         raise InputError(f"Expected at least one draw. Received: {draws}.")
-    values = np.random.default_rng(seed).random((draws, len(subject.protected)))
-    return float(removal_drops(subject, values, fractions=fractions, operator=operator).mean())
+    return np.random.default_rng(seed).random((draws, n))
 
 
 def removed(fraction: float, n_free: int) -> int:

@@ -1,7 +1,7 @@
 """The plain reference: NumPy, float64, one vector per pair of tokens.  `rows.py` is tested against it.
 
 Ferrando, Gállego and Costa-jussà 2022, "Measuring the Mixing of Contextual Information in the Transformer"
-(arXiv 2203.04212), eq. 8 to 11.  Letters as in `attrace.types`; besides them K value heads, D their size
+(arXiv 2203.04212), eq. 8 to 12.  Letters as in `attrace.types`; besides them K value heads, D their size
 and E the width of the residual stream.
 """
 
@@ -78,7 +78,7 @@ def contributions(
 ) -> Floats:
     """Each token's share in each row of one self-attention block's output: (B, Q, T), rows sum to one.
 
-    c_ij = max(0, |y_i|_1 - |y_i - T_i(x_j)|_1), divided by the row's sum (eq. 10 and 11).  `weights` (B, H,
+    c_ij = max(0, |y_i|_1 - |y_i - T_i(x_j)|_1), divided by the row's sum.  `weights` (B, H,
     Q, T), `value` (B, K, T, D) with its own bias inside and H a multiple of K, `projection` (E, H * D) as
     in nn.Linear, `residual` (B, Q, E) the block's input x, `bias` (E,).  Q = T.  A row in which no token
     brings the output nearer is left to its own token: it counts as passed on unchanged.

@@ -54,11 +54,14 @@ def check_output(path: Path) -> None:
         raise errors.OutputError(f"Expected a folder that can be written. Received: {str(path.parent)!r}.")
 
 
-def install() -> types.ModuleType:
-    """Put the stand-in where `from attrace import api` finds it; the module that was made is returned."""
+def make() -> types.ModuleType:
+    """The stand-in module."""
     module = types.ModuleType("attrace.api")
     for thing in (Explanation, explain, check_output):
         setattr(module, thing.__name__, thing)
-    sys.modules["attrace.api"] = module
-    attrace.api = module  # type: ignore[attr-defined]
     return module
+
+
+def install() -> None:
+    """Put the stand-in where `from attrace import api` finds it, for the life of the process."""
+    sys.modules["attrace.api"] = attrace.api = make()  # type: ignore[attr-defined]

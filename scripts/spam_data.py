@@ -1,9 +1,10 @@
 """Prepare the SpamAssassin mails for training: clean, find near-duplicates, split.
 
-Cleaning takes out what tells the *collection* apart and not the message: list tags and footers, signatures, quoted
-text, addresses, dates, the posters' own names.  The split keeps every cluster of near-duplicates, and every thread,
-on one side.
+Cleaning takes out what tells the *collection* apart and not the message: list tags and footers, signatures,
+quoted text, addresses, dates, the posters' own names.  The split keeps every cluster of near-duplicates, and
+every thread, on one side.
 """
+
 from __future__ import annotations
 
 import html
@@ -19,20 +20,21 @@ import numpy as np
 from scipy import sparse
 from sklearn.feature_extraction.text import CountVectorizer
 
-JACCARD = 0.5           # two mails that share this much of their word 5-shingles are one mail
-CONTAINMENT = 0.6       # as is a mail that lies this far inside another one (digests, newsletters of one sender)
+JACCARD = 0.5  # two mails that share this much of their word 5-shingles are one mail
+CONTAINMENT = 0.6  # as is a mail that lies this far inside another one (digests, newsletters of one sender)
 CONTAINMENT_FLOOR = 20  # shingles; below it a shared stock phrase would be enough
 HELD_OUT, VALIDATION = 0.20, 0.08
-MAX_CHARS = 8000        # far beyond the model's context; drops attachments pasted as text
+MAX_CHARS = 8000  # far beyond the model's context; drops attachments pasted as text
 MIN_WORDS = 4
 
 
 @dataclass(frozen=True)
 class Mail:
-    """One cleaned mail; `cluster` joins near-duplicates, `side` joins clusters of one thread for the split."""
+    """One cleaned mail; `cluster` joins near-duplicates, `side` joins clusters of one thread for the
+    split."""
 
-    row: int            # line number in the data file
-    label: int          # 1 = spam
+    row: int  # line number in the data file
+    label: int  # 1 = spam
     source: str
     raw: str
     text: str
@@ -40,84 +42,106 @@ class Mail:
     side: int = -1
 
 
-# --- cleaning ---------------------------------------------------------------------------------------------------
+# --- cleaning
+# ---------------------------------------------------------------------------------------------------
 
-REPLY = re.compile(r"^\s*(?:(?:re|fwd?|aw|antwort|sv)(?:\[\d+\])?\s*:\s*|fwd\b\s*)+", re.I)
+REPLY = re.compile(r"^\s*(?:(?:re|fwd?|aw|antwort|sv)(?:\[\d+\])?\s*:\s*|fwd\b\s*)+", re.IGNORECASE)
 TAG = re.compile(r"^\s*\[[^\]\n]{2,32}\]\s*")
-WAS = re.compile(r"[(\[]\s*was:?\s.*$|\(fwd\)", re.I)
+WAS = re.compile(r"[(\[]\s*was:?\s.*$|\(fwd\)", re.IGNORECASE)
 
-BLOCKS = [re.compile(p, re.M | re.S | re.I) for p in (
-    r"-----BEGIN PGP SIGNATURE-----.*?(?:-----END PGP SIGNATURE-----|\Z)",
-    r"-----BEGIN PGP SIGNED MESSAGE-----\s*(?:Hash: \w+)?",
-    # sponsor of the list host, up to the footer's rule or the end of the mail
-    r"^-{20,}\s*\n(?:Sponsored by:?|In remembrance|This (?:sf\.net|thinkgeek)[^\n]*sponsored by).*?(?=^_{20,}|\Z)",
-    r"^This (?:sf\.net|sf) e?-?mail is sponsored by.*?(?=^_{20,}|\Z)",
-    r"^-+ Yahoo! Groups Sponsor -+.*?-~->",
-    r"^To unsubscribe from this group, send an e?mail to:.*?(?:info/terms/?|\Z)",
-    r"^Your use of Yahoo! Groups is subject to.*?$",
-    # "____ / X mailing list / X@host / listinfo address"
-    r"^_{20,}\s*\n[^\n]*mailing list.*?(?=\n\n|\Z)",
-    r"^Irish Linux Users'? Group.*?(?:List maintainer[^\n]*|\Z)",
-    r"^To unsubscribe[^\n]*send[^\n]*unsubscribe.*?(?=\n\n|\Z)(?<=linux\.ie)",
-    r"^_{20,}\s*\n[^\n]*(?:MSN|Hotmail|Yahoo|Do You Yahoo)[^\n]*(?:\n[^\n]+)*",
-    r"^Do you Yahoo!\?.*?(?=\n\n|\Z)",
-    r"^You have received this message because you subscribed.*?(?=\n\n|\Z)",
-    r"^-{4,} ?You are receiving this mail because: ?-{4,}.*?(?=\n\n|\Z)",
-    r"^(?:The e-mail address for your subscription is|Your e-mail address is)[^\n]*$",
-    # who wrote what is quoted, on one line or two
-    r"^[>\s]*(?:On|At|Le|In|Once upon a time|From)\b[^\n]{0,160}(?:\n[^\n]{0,90})?\b(?:wrote|writes|said|scribbled|mentioned|stated)\b"
-    r"[^\n]{0,12}$",
-    r"^[^\n]{0,90}(?:wrote|writes|said|typed|mentioned|posted)\s*[*.]*:\s*\.*$",
-    r"^(?:On [^\n]{0,90} )?stated the following[^\n]*$",
-    r"^-{3,}\n(?:[^\n]{1,90}\n){1,7}-{3,}$",                   # a signature fenced by rules, amid the text
-    r"^[ \t]*posted by \w+ on[^\n]*$",
-    r"^[ \t]*Copyright [\d-]* ?pudge[^\n]*$",
-    r"Link\[\d\] Discuss\[\d\](?:\s*\(_Thanks,[^\n]*_\))?",
-    r"^\[[^\s\]]{15,}\]\s*$",                                   # hash a mailer left at the end
-)]
-HEADER = (r"(?:From|To|Cc|Bcc|Sent|Date|Reply-To|Return-Path|Received|Message-I[dD]|In-Reply-To|References|Delivered-To|"
-          r"MIME-Version|Content-[\w-]+|X-[\w-]+|List-[\w-]+|Precedence|Organization|Sender|URL|User-Agent|Importance)")
-DROP_LINES = [re.compile(p, re.M) for p in (
-    rf"^[ \t>|]*{HEADER}: [^\n]*$",
-    r"^[ \t]*[>|}:][^\n]*$",                    # quoted text: it is another mail, often one of the set
-    r"^[ \t]*[A-Za-z]{1,10}>[^\n]*$",           # quoted with initials ("Paul> ...")
-    r"^[^\n]*-{3,} ?(?:Original|Forwarded|(?i:begin|end)(?: forwarded)?)\b[^\n]*$",
-    r"^[^\n]*(?i:deathtospam|mailman/listinfo|lists/listinfo|unsubscription information|list maintainer|taint\.org)[^\n]*$",
-    r"^[^\n]*(?:zzzz|qqqq|xxxx|Xxxx|Yyyy)[^\n]*$",
-    r"^[^\n]*(?i:mailing list)[ \t]*(?:<[^>\n]*>)?[ \t]*$",
-    r"^[ \t]*(?:--\.?[a-zA-Z]{1,2}\.?|/{2,}|-{2}[\w.=]{12,}-{0,2})[ \t]*$",        # "--j.", MIME boundaries
-)]
+BLOCKS = [
+    re.compile(p, re.MULTILINE | re.DOTALL | re.IGNORECASE)
+    for p in (
+        r"-----BEGIN PGP SIGNATURE-----.*?(?:-----END PGP SIGNATURE-----|\Z)",
+        r"-----BEGIN PGP SIGNED MESSAGE-----\s*(?:Hash: \w+)?",
+        # sponsor of the list host, up to the footer's rule or the end of the mail
+        r"^-{20,}\s*\n(?:Sponsored by|In remembrance|This sf\.net[^\n]*sponsored by).*?(?=^_{20,}|\Z)",
+        r"^This (?:sf\.net|sf) e?-?mail is sponsored by.*?(?=^_{20,}|\Z)",
+        r"^-+ Yahoo! Groups Sponsor -+.*?-~->",
+        r"^To unsubscribe from this group, send an e?mail to:.*?(?:info/terms/?|\Z)",
+        r"^Your use of Yahoo! Groups is subject to.*?$",
+        # "____ / X mailing list / X@host / listinfo address"
+        r"^_{20,}\s*\n[^\n]*mailing list.*?(?=\n\n|\Z)",
+        r"^Irish Linux Users'? Group.*?(?:List maintainer[^\n]*|\Z)",
+        r"^To unsubscribe[^\n]*send[^\n]*unsubscribe.*?(?=\n\n|\Z)(?<=linux\.ie)",
+        r"^_{20,}\s*\n[^\n]*(?:MSN|Hotmail|Yahoo)[^\n]*(?:\n[^\n]+)*",
+        r"^Do you Yahoo!\?.*?(?=\n\n|\Z)",
+        r"^You have received this message because you subscribed.*?(?=\n\n|\Z)",
+        r"^-{4,} ?You are receiving this mail because: ?-{4,}.*?(?=\n\n|\Z)",
+        r"^(?:The e-mail address for your subscription is|Your e-mail address is)[^\n]*$",
+        # who wrote what is quoted, on one line or two
+        (
+            r"^[>\s]*(?:On|At|Le|In|Once upon a time|From)\b[^\n]{0,160}(?:\n[^\n]{0,90})?"
+            r"\b(?:wrote|writes|said|scribbled|mentioned|stated)\b[^\n]{0,12}$"
+        ),
+        r"^[^\n]{0,90}(?:wrote|writes|said|typed|mentioned|posted)\s*[*.]*:\s*\.*$",
+        r"^(?:On [^\n]{0,90} )?stated the following[^\n]*$",
+        r"^-{3,}\n(?:[^\n]{1,90}\n){1,7}-{3,}$",  # a signature fenced by rules, amid the text
+        r"^[ \t]*posted by \w+ on[^\n]*$",
+        r"^[ \t]*Copyright [\d-]* ?pudge[^\n]*$",
+        r"Link\[\d\] Discuss\[\d\](?:\s*\(_Thanks,[^\n]*_\))?",
+        r"^\[[^\s\]]{15,}\]\s*$",  # hash a mailer left at the end
+    )
+]
+HEADER = (
+    r"(?:From|To|Cc|Bcc|Sent|Date|Reply-To|Return-Path|Received|Message-I[dD]|In-Reply-To|References|URL|Sender"
+    r"|Delivered-To|MIME-Version|Content-[\w-]+|X-[\w-]+|List-[\w-]+|Precedence|Organization|User-Agent)"
+)
+DROP_LINES = [
+    re.compile(p, re.MULTILINE)
+    for p in (
+        rf"^[ \t>|]*{HEADER}: [^\n]*$",
+        r"^[ \t]*[>|}:][^\n]*$",  # quoted text: it is another mail, often one of the set
+        r"^[ \t]*[A-Za-z]{1,10}>[^\n]*$",  # quoted with initials ("Paul> ...")
+        r"^[^\n]*-{3,} ?(?:Original|Forwarded|(?i:begin|end)(?: forwarded)?)\b[^\n]*$",
+        r"^[^\n]*(?i:deathtospam|lists?/listinfo|mailman/listinfo|unsubscription information)[^\n]*$",
+        r"^[^\n]*(?i:list maintainer|taint\.org)[^\n]*$",
+        r"^[^\n]*(?:zzzz|qqqq|xxxx|Xxxx|Yyyy)[^\n]*$",
+        r"^[^\n]*(?i:mailing list)[ \t]*(?:<[^>\n]*>)?[ \t]*$",
+        r"^[ \t]*(?:--\.?[a-zA-Z]{1,2}\.?|/{2,}|-{2}[\w.=]{12,}-{0,2})[ \t]*$",  # "--j.", MIME boundaries
+    )
+]
 ADDRESS = re.compile(
     r"<?\b(?:https?|ftp|mailto|news):[^\s>)\]]*>?"
     r"|<?[\w.+=-]+(?:@| at )[\w-]+(?:(?:\.| dot )[\w-]+)+>?"
-    r"|\b(?:[\w-]+\.)+(?:com|org|net|edu|gov|ie|uk|de|fr|no|fi|nl|es|it|info|biz|ca|au|jp|kr|ru|nu|to|cc|cx|us)\b(?:/[^\s>)]*)?"
-    r"|<[^\s<>]{6,}>", re.I)
+    r"|\b(?:[\w-]+\.)+(?:com|org|net|edu|gov|info|biz|ie|uk|de|fr|no|fi|nl|es|it|ca|au|jp|kr|ru|nu|to|cc|us)\b"
+    r"(?:/[^\s>)]*)?"
+    r"|<[^\s<>]{6,}>",
+    re.IGNORECASE,
+)
 MONTH = r"(?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sept?|Oct|Nov|Dec)[a-z]*\.?"
 DATE = re.compile(
-    rf"\b(?:(?:Mon|Tue|Wed|Thu|Fri|Sat|Sun)[a-z]*,? )?(?:\d{{1,2}}(?:st|nd|rd|th)?[ -]{MONTH}(?:[ ,-]+\d{{2,4}})?"
+    r"\b(?:(?:Mon|Tue|Wed|Thu|Fri|Sat|Sun)[a-z]*,? )?"
+    rf"(?:\d{{1,2}}(?:st|nd|rd|th)?[ -]{MONTH}(?:[ ,-]+\d{{2,4}})?"
     rf"|{MONTH} \d{{1,2}}(?:st|nd|rd|th)?(?:,? \d{{4}})?)\b"
     r"|\b\d{1,4}[/-]\d{1,2}[/-]\d{1,4}(?:T[\d:+-]+)?\b|\b\d{1,2}:\d\d:\d\d\b(?: ?[+-]\d{4})?"
-    r"|\b(?:19[89]|20[01])\d(?:-\d{4})?\b|[+-]0\d00\b", re.I)
+    r"|\b(?:19[89]|20[01])\d(?:-\d{4})?\b|[+-]0\d00\b",
+    re.IGNORECASE,
+)
 # Names of the lists, their hosts and the collection; whole words.
 COLLECTION = re.compile(
-    r"\b\w*(?:spam-?assassin|zzzz|qqqq|sourceforge|freshrpms|rpmforge|forteana|freedos|jmason|egroups|neteze|netnoteinc)\w*\b"
-    r"|\b(?:ilug(?:-social)?|satalk|sadev|sacvs|sa-?talk|spambayes|razor-(?:users|list)|iiu|exmh(?:-(?:users|workers))?|"
-    r"rpm-list|rpm-zzz|sightings|xent|lockergnome|zdnet|cnet|osdn|sf\.net|thinkgeek|newsisfree|yyyy|xxxx+|webmaster)\b"
-    r"|\bFoRK(?:ers?|ed|ing)?\b|\bFORK\b|\bFork\b", re.I | re.M)
-FORK = re.compile(r"\bFoRK\w*|\bFork\b")
+    r"\b\w*(?:spam-?assassin|zzzz|qqqq|sourceforge|freshrpms|rpmforge|forteana|jmason|egroups|netnote)\w*\b"
+    r"|\b(?:ilug(?:-social)?|satalk|sadev|sacvs|sa-?talk|spambayes|razor-(?:users|list)|iiu|sightings|xent|yyyy"
+    r"|exmh(?:-(?:users|workers))?|rpm-(?:list|zzz)|lockergnome|zdnet|cnet|osdn|sf\.net|thinkgeek|newsisfree"
+    r"|xxxx+|neteze|webmaster|fork(?:ers?|ed|ing)?)\b",
+    re.IGNORECASE,
+)
 ATTRIBUTION = re.compile(
     r"(?:^|, |> ?)((?:[A-Z][\w.'-]+ ){1,3})(?:[<(\[][^\n>)\]]*[>)\]] ?)?(?:wrote|writes|said)\b"
-    r"|^[ \t>]*From: \"?((?:[A-Z][\w.'-]+ ?){1,3})", re.M)
+    r"|^[ \t>]*From: \"?((?:[A-Z][\w.'-]+ ?){1,3})",
+    re.MULTILINE,
+)
 WORD = re.compile(r"[^\W\d_]+(?:'[^\W\d_]+)?")
 
 
 def harvest_names(texts: Iterable[str]) -> frozenset[str]:
-    """Names of the lists' writers: words of attribution lines that are nearly always capitalised elsewhere too."""
+    """Names of the lists' writers: words of attribution lines that are nearly always capitalised elsewhere
+    too."""
     found: Counter[str] = Counter()
     upper: Counter[str] = Counter()
     total: Counter[str] = Counter()
     for text in texts:
-        text = ADDRESS.sub(" ", text)           # addresses hold names in lower case
+        text = ADDRESS.sub(" ", text)  # addresses hold names in lower case
         for match in ATTRIBUTION.finditer(text):
             found.update({w for w in WORD.findall(match[1] or match[2]) if len(w) > 2})
         for word in WORD.findall(text):
@@ -127,11 +151,17 @@ def harvest_names(texts: Iterable[str]) -> frozenset[str]:
 
 
 def drop_signature(body: str) -> str:
-    """Cut at a line "-- " (or "--") when only a signature's worth of text follows it; newsletters use it as a rule."""
+    """Cut at a line "-- " (or "--") when only a signature's worth of text follows it; newsletters use it as
+    a rule."""
     lines = body.rstrip().split("\n")
     for i, line in enumerate(lines):
-        rest = [x for x in lines[i + 1:] if x.strip()]
-        if line.strip() in ("--", "---", "- --", "-- --") and i and len(rest) <= 12 and sum(map(len, rest)) <= 700:
+        rest = [x for x in lines[i + 1 :] if x.strip()]
+        if (
+            line.strip() in ("--", "---", "- --", "-- --")
+            and i
+            and len(rest) <= 12
+            and sum(map(len, rest)) <= 700
+        ):
             return "\n".join(lines[:i])
     return body
 
@@ -141,8 +171,12 @@ def drop_signoff(body: str) -> str:
     lines = body.rstrip().split("\n")
     for _ in range(2):
         words = lines[-1].split()
-        named = len(words) <= 3 and all(w[0].isupper() or not w[0].isalnum() for w in words) \
-            and not re.search(r"[!?$%:]", lines[-1]) and not lines[-1].isupper()
+        named = (
+            len(words) <= 3
+            and all(w[0].isupper() or not w[0].isalnum() for w in words)
+            and not re.search(r"[!?$%:]", lines[-1])
+            and not lines[-1].isupper()
+        )
         if len(lines) > 1 and (named or re.fullmatch(r"[ \t]*(?:[a-z]{2,9}|[A-Z]{2,4})[ \t]*", lines[-1])):
             lines.pop()
     return "\n".join(lines)
@@ -154,7 +188,7 @@ def clean(raw: str, names: frozenset[str]) -> str:
     for _ in range(3):
         subject = TAG.sub("", REPLY.sub("", subject))
     subject = WAS.sub("", subject)
-    body = html.unescape(body[:4 * MAX_CHARS])
+    body = html.unescape(body[: 4 * MAX_CHARS])
     for pattern in BLOCKS:
         body = pattern.sub("\n", body)
     body = drop_signature(body)
@@ -162,17 +196,17 @@ def clean(raw: str, names: frozenset[str]) -> str:
         body = pattern.sub("", body)
     body = drop_signoff(body)
     text = subject.strip() + "\n\n" + body.strip()
-    for pattern in (ADDRESS, DATE, FORK):
+    for pattern in (ADDRESS, DATE, COLLECTION):
         text = pattern.sub(" ", text)
-    text = COLLECTION.sub(" ", text)
     text = WORD.sub(lambda m: " " if m[0] in names or m[0].removesuffix("'s") in names else m[0], text)
-    text = re.sub(r"([^\w\s])\1{3,}", r"\1\1\1", text)          # rules and other runs of one sign
+    text = re.sub(r"([^\w\s])\1{3,}", r"\1\1\1", text)  # rules and other runs of one sign
     text = re.sub(r"[ \t\u00a0]+", " ", text)
     return re.sub(r"\s*\n\s*\n\s*", "\n\n", text).strip()[:MAX_CHARS]
 
 
 def is_english_script(text: str) -> bool:
-    """Whether the letters are Latin; mails in an undecoded or another script are not this model's business."""
+    """Whether the letters are Latin; mails in an undecoded or another script are not this model's
+    business."""
     letters = [c for c in text if c.isalpha() or c == "\ufffd"]
     return sum("a" <= c.lower() <= "z" for c in letters) >= 0.9 * len(letters)
 
@@ -200,17 +234,23 @@ def load(path: Path) -> tuple[list[Mail], dict[str, int]]:
     return mails, dict(counts)
 
 
-# --- near-duplicates --------------------------------------------------------------------------------------------
+# --- near-duplicates
+# --------------------------------------------------------------------------------------------
+
 
 def shingles(texts: Sequence[str]) -> sparse.csr_matrix:
     """Binary matrix mails x word 5-shingles (shorter mails: the one shingle they have)."""
+
     def grams(text: str) -> list[str]:
         words = [w.lower() for w in WORD.findall(text)]
-        return [" ".join(words[i:i + 5]) for i in range(max(1, len(words) - 4))]
+        return [" ".join(words[i : i + 5]) for i in range(max(1, len(words) - 4))]
+
     return CountVectorizer(analyzer=grams, binary=True, dtype=np.int32).fit_transform(texts).tocsr()
 
 
-def overlaps(a: sparse.csr_matrix, b: sparse.csr_matrix) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+def overlaps(
+    a: sparse.csr_matrix, b: sparse.csr_matrix
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """For each pair (row of a, row of b) with a shared shingle: i, j, Jaccard, share of the smaller one."""
     shared = (a @ b.T).tocoo()
     size_a = np.asarray(a.sum(1)).ravel()[shared.row]
@@ -261,11 +301,15 @@ def cluster(mails: Sequence[Mail]) -> list[Mail]:
         key = thread_key(mail.raw)
         if key:
             sides.join(n, first.setdefault(key, n))
-    return [Mail(m.row, m.label, m.source, m.raw, m.text, duplicates.find(n), sides.find(n))
-            for n, m in enumerate(mails)]
+    return [
+        Mail(m.row, m.label, m.source, m.raw, m.text, duplicates.find(n), sides.find(n))
+        for n, m in enumerate(mails)
+    ]
 
 
-# --- split ------------------------------------------------------------------------------------------------------
+# --- split
+# ------------------------------------------------------------------------------------------------------
+
 
 @dataclass(frozen=True)
 class Split:
@@ -285,7 +329,8 @@ def first_of_cluster(mails: Iterable[Mail]) -> list[Mail]:
 
 
 def split(mails: Sequence[Mail], seed: int) -> tuple[list[Mail], list[Mail], list[Mail]]:
-    """Deal groups to held-out, validation, training, stratified by the source folder of a group's first mail."""
+    """Deal groups to held-out, validation, training, stratified by the source folder of a group's first
+    mail."""
     groups: dict[int, list[Mail]] = defaultdict(list)
     for mail in mails:
         groups[mail.side].append(mail)
@@ -313,11 +358,14 @@ def split(mails: Sequence[Mail], seed: int) -> tuple[list[Mail], list[Mail], lis
 
 
 def assert_disjoint(train: Sequence[Mail], held_out: Sequence[Mail]) -> float:
-    """No held-out mail is a near-duplicate of a training mail; returns the highest Jaccard across the split."""
+    """No held-out mail is a near-duplicate of a training mail; returns the highest Jaccard across the
+    split."""
     matrix = shingles([m.text for m in (*train, *held_out)])
-    _, _, jaccard, inside = overlaps(matrix[len(train):], matrix[:len(train)])
+    _, _, jaccard, inside = overlaps(matrix[len(train) :], matrix[: len(train)])
     highest = float(jaccard.max(initial=0.0))
-    assert highest < JACCARD, f"expected every Jaccard across the split below {JACCARD}, received {highest:.3f}"
+    assert highest < JACCARD, (
+        f"expected every Jaccard across the split below {JACCARD}, received {highest:.3f}"
+    )
     assert inside.max(initial=0.0) < CONTAINMENT, "a held-out mail lies inside a training mail"
     assert not {m.side for m in train} & {m.side for m in held_out}, "a thread lies on both sides"
     return highest

@@ -1,9 +1,10 @@
 """Short mails in today's manner, put together from spam_extra.txt; they join the training part only.
 
-The real set is lists, newsletters and bulk mail from 2002 to 2005; office and family mail is missing.  A mail takes a
-subject, a greeting, one to five sentences of one theme and a closing, any of which may be missing, so that neither a
-greeting nor a link tells the class.
+The real set is lists, newsletters and bulk mail from 2002 to 2005; office and family mail is missing.  A mail
+takes a subject, a greeting, one to five sentences of one theme and a closing, any of which may be missing, so
+that neither a greeting nor a link tells the class.
 """
+
 from __future__ import annotations
 
 import random
@@ -12,14 +13,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
-NAMES = ("Anna Ben Clara David Emma Felix Grace Hugo Ida Jonas Karin Leo Maria Nina Oscar Paula Rosa Sam Tessa Victor "
-         "Wanda Yusuf Zoe Amir Bianca Carlos Diana Elena Farid Greta Miller Weber Rossi Kowalski Tanaka").split()
-DAYS = "Monday Tuesday Wednesday Thursday Friday Saturday Sunday tomorrow".split()
-MONTHS = "January February March April May June July August September October November December".split()
-CITIES = "Berlin Leeds Lyon Porto Vienna Boston Toronto Oslo Madrid Prague Dublin Kyoto".split()
-COMPANIES = ("Northwind Books|Alder & Sons|Blue Harbour|Lindt Garden Club|Maple Street Library|Riverside Energy|"
-             "Oak Dental|Brightline|Summit Outdoor|Corner Bakery").split("|")
-HOSTS = ("example.com", "example.org", "example.net", "shop.example.com", "mail.example.org", "secure.example.net")
+HOSTS = ("example.com", "example.org", "example.net", "shop.example.com", "mail.example.org")
 PATHS = ("", "/track", "/login", "/news", "/offer", "/account", "/a/{n}", "/docs", "/claim", "/photos")
 
 
@@ -35,20 +29,34 @@ class Written:
 class Theme:
     label: int
     name: str
-    parts: dict[str, list[str]] = field(default_factory=dict)      # S, G, C
+    parts: dict[str, list[str]] = field(default_factory=dict)  # S, G, C
     body: list[str] = field(default_factory=list)
+
+
+@cache
+def source() -> tuple[str, ...]:
+    lines = Path(__file__).with_suffix(".txt").read_text(encoding="utf-8").splitlines()
+    return tuple(line for line in lines if line.strip() and not line.startswith("#"))
+
+
+@cache
+def values(kind: str) -> tuple[str, ...]:
+    """The listed values of one {slot}."""
+    return tuple(
+        v for line in source() if line.startswith(f"@ {kind} ") for v in line.split(" ", 2)[2].split("|")
+    )
 
 
 @cache
 def themes() -> tuple[Theme, ...]:
     found: list[Theme] = []
-    for line in Path(__file__).with_suffix(".txt").read_text(encoding="utf-8").splitlines():
+    for line in source():
         if line.startswith("== "):
             _, label, name = line.split(" ", 2)
             found.append(Theme(int(label == "spam"), name))
         elif re.match(r"[SGC]: ", line):
             found[-1].parts[line[0]] = [c.replace("\\n", "\n").removeprefix("-") for c in line[3:].split("|")]
-        elif line.strip() and not line.startswith("#"):
+        elif not line.startswith("@ "):
             found[-1].body.append(line)
     return tuple(found)
 
@@ -60,17 +68,19 @@ def slot(kind: str, rng: random.Random) -> str:
     if kind == "amount":
         value = rng.choice((rng.randint(2, 99), rng.randint(1, 90) * 100, rng.randint(1, 9) * 1000))
         cents = rng.choice(("", ".00", f".{rng.randint(10, 99)}"))
-        return rng.choice((f"${value:,}{cents}", f"\u20ac{value}{cents}", f"{value} euros", f"\u00a3{value}{cents}"))
+        return rng.choice(
+            (f"${value:,}{cents}", f"\u20ac{value}{cents}", f"{value} euros", f"\u00a3{value}{cents}")
+        )
     if kind == "time":
-        return rng.choice((f"{rng.randint(8, 19)}:{rng.choice(('00', '15', '30'))}", f"{rng.randint(1, 11)} pm",
-                           f"{rng.randint(7, 11)} am", "noon"))
+        clock = f"{rng.randint(8, 19)}:{rng.choice(('00', '15', '30'))}"
+        return rng.choice((clock, f"{rng.randint(1, 11)} pm", f"{rng.randint(7, 11)} am", "noon"))
     if kind == "n":
         return str(rng.choice((rng.randint(2, 12), rng.randint(13, 99), rng.randint(1000, 99999))))
     if kind == "phone":
         return f"{rng.randint(200, 999)}-555-{rng.randint(100, 199):04d}"
     if kind == "code":
         return "".join(rng.choices("abcdefghkmnpqrstuvwxyz23456789", k=26))
-    return rng.choice({"name": NAMES, "day": DAYS, "month": MONTHS, "city": CITIES, "company": COMPANIES}[kind])
+    return rng.choice(values(kind))
 
 
 def fill(text: str, rng: random.Random) -> str:
@@ -80,8 +90,10 @@ def fill(text: str, rng: random.Random) -> str:
 def written_mail(theme: Theme, rng: random.Random) -> Written:
     sentences = rng.sample(range(len(theme.body)), min(len(theme.body), rng.choice((1, 1, 2, 2, 3, 4, 5))))
     body = rng.choice((" ", " ", "\n", "\n\n")).join(theme.body[i] for i in sorted(sentences))
-    subject, greeting, closing = (rng.choice(theme.parts[k]) if rng.random() < keep else ""
-                                  for k, keep in (("S", 0.7), ("G", 0.7), ("C", 0.7)))
+    subject, greeting, closing = (
+        rng.choice(theme.parts[k]) if rng.random() < keep else ""
+        for k, keep in (("S", 0.7), ("G", 0.7), ("C", 0.7))
+    )
     text = fill("\n\n".join(p for p in (subject, greeting, body, closing) if p), rng)
     return Written(text, theme.label)
 

@@ -3,276 +3,37 @@
 
     python scripts/train_spam_model.py --data DIR/spam/spam.jsonl --out src/attrace/assets/spam --seed 0
 
-The data file is item `spam` of scripts/real_models.py.  A small BERT is trained from nothing on random windows of
-the cleaned mails, with a masked-word loss beside the class loss; the weights kept are an average over the last steps,
-rounded to float16, and the figures are measured on those.  Nothing is chosen on the held-out part.
+The data file is item `spam` of scripts/real_models.py.  A small BERT is trained from nothing on random
+windows of the cleaned mails, with a masked-word loss beside the class loss; the weights kept are an average
+over the last steps, rounded to float16, and the figures are measured on those.  Nothing is chosen on the
+held-out part.
 """
+
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import random
+import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+import zipfile
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
-os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import numpy as np
 import torch
 from safetensors.torch import save_file
 from sklearn.feature_extraction.text import TfidfVectorizer
 from sklearn.linear_model import LogisticRegression
 from spam_card import write_card
-from spam_data import JACCARD, Mail, Split, assert_disjoint, first_of_cluster, prepare
-from spam_extra import Written, written_mails
-from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
-from torch import Tensor, nn
-from transformers import BertConfig, BertForSequenceClassification, PreTrainedTokenizerFast
+from spam_data import CONTAINMENT, JACCARD, Mail, Split, assert_disjoint, first_of_cluster, prepare
+from spam_extra import written_mails
+from spam_network import Recipe, accuracy, confusion, probabilities, train, train_tokenizer
+from transformers import BertForSequenceClassification, PreTrainedTokenizerFast
 
-SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-PAD, UNK, CLS, SEP, MASK = range(5)
-POSITIONS = 512
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """Everything that shapes the model, besides data and seed."""
-
-    vocabulary: int = 6000
-    hidden: int = 128
-    layers: int = 4
-    heads: int = 4
-    inner: int = 512
-    dropout: float = 0.1
-    epochs: int = 20
-    masked_epochs: int = 12         # of these, the first ones mask words and learn to fill them in
-    masked_share: float = 0.15
-    masked_weight: float = 0.5
-    word_dropout: float = 0.05
-    smoothing: float = 0.05
-    teacher_weight: float = 0.3
-    rate: float = 1.0e-3
-    warmup: float = 0.06
-    decay: float = 0.02
-    average: float = 0.995
-    batch_tokens: int = 4096
-    written: int = 500              # project-written mails drawn anew each epoch
-
-
-# --- tokenizer --------------------------------------------------------------------------------------------------
-
-def train_tokenizer(texts: Sequence[str], size: int) -> PreTrainedTokenizerFast:
-    """Lower-casing WordPiece; offsets point into the text as given."""
-    tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]", max_input_chars_per_word=60))
-    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
-    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    trainer = trainers.WordPieceTrainer(vocab_size=size, min_frequency=3, special_tokens=SPECIAL,
-                                        limit_alphabet=120, show_progress=False)
-    tokenizer.train_from_iterator(texts, trainer)
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B [SEP]", special_tokens=[("[CLS]", CLS), ("[SEP]", SEP)])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, model_max_length=POSITIONS, pad_token="[PAD]", unk_token="[UNK]",
-        cls_token="[CLS]", sep_token="[SEP]", mask_token="[MASK]", model_input_names=["input_ids", "attention_mask"])
-
-
-def encode(tokenizer: PreTrainedTokenizerFast, texts: Sequence[str]) -> list[list[int]]:
-    """Token ids without the special tokens, not truncated."""
-    return [e.ids for e in tokenizer.backend_tokenizer.encode_batch(list(texts), add_special_tokens=False)]
-
-
-# --- examples ---------------------------------------------------------------------------------------------------
-
-@dataclass(frozen=True)
-class Example:
-    """Token ids of one text, its line starts (token positions a window may begin at), its soft target."""
-
-    ids: list[int]
-    starts: list[int]
-    spam: float         # target probability of spam
-
-
-def examples_of(tokenizer: PreTrainedTokenizerFast, texts: Sequence[str], spam: Sequence[float]) -> list[Example]:
-    made = []
-    for text, target in zip(texts, spam, strict=True):
-        pieces = encode(tokenizer, [line for line in text.split("\n") if line.strip()])
-        starts = np.cumsum([0, *(len(p) for p in pieces[:-1])]).tolist()
-        made.append(Example([i for p in pieces for i in p], starts, target))
-    return made
-
-
-def window(example: Example, rng: random.Random) -> list[int]:
-    """A view of the text: its head, a run of lines from anywhere, or a short crop; now and then a long one."""
-    n, kind = len(example.ids), rng.random()
-    if kind < 0.50 or n < 24:
-        begin, length = 0, 254
-    elif kind < 0.70:
-        begin, length = rng.choice(example.starts), rng.randint(40, 254)
-    elif kind < 0.88:       # short inputs, as people type them
-        begin, length = rng.choice(example.starts) if rng.random() < 0.7 else 0, rng.randint(12, 60)
-    else:                   # trains the late positions
-        begin, length = 0, POSITIONS - 2
-    begin = min(begin, max(0, n - 12))
-    return example.ids[begin:begin + length]
-
-
-def batches(views: list[tuple[list[int], float]], tokens: int, rng: random.Random) -> Iterator[tuple[Tensor, Tensor]]:
-    """Padded batches of about equal token count; views of like length go together, in random order."""
-    views = sorted(views, key=lambda v: (len(v[0]), rng.random()))
-    packs: list[list[tuple[list[int], float]]] = [[]]
-    for view in views:
-        if packs[-1] and (len(packs[-1]) + 1) * (len(view[0]) + 2) > tokens or len(packs[-1]) >= 64:
-            packs.append([])
-        packs[-1].append(view)
-    rng.shuffle(packs)
-    for pack in packs:
-        width = max(len(v[0]) for v in pack) + 2
-        rows = [[CLS, *ids, SEP, *[PAD] * (width - 2 - len(ids))] for ids, _ in pack]
-        yield torch.tensor(rows), torch.tensor([target for _, target in pack])
-
-
-# --- training ---------------------------------------------------------------------------------------------------
-
-def new_model(recipe: Recipe, vocabulary: int) -> BertForSequenceClassification:
-    return BertForSequenceClassification(BertConfig(
-        vocab_size=vocabulary, hidden_size=recipe.hidden, num_hidden_layers=recipe.layers,
-        num_attention_heads=recipe.heads, intermediate_size=recipe.inner, max_position_embeddings=POSITIONS,
-        type_vocab_size=1, pad_token_id=PAD, hidden_dropout_prob=recipe.dropout,
-        attention_probs_dropout_prob=recipe.dropout, id2label={0: "ham", 1: "spam"}, label2id={"ham": 0, "spam": 1}))
-
-
-class WordHead(nn.Module):
-    """Fills in masked words from the hidden states, with the embedding matrix as output weights (training only)."""
-
-    def __init__(self, hidden: int, vocabulary: int) -> None:
-        super().__init__()
-        self.mix = nn.Sequential(nn.Linear(hidden, hidden), nn.GELU(), nn.LayerNorm(hidden))
-        self.bias = nn.Parameter(torch.zeros(vocabulary))
-
-    def forward(self, states: Tensor, embedding: Tensor) -> Tensor:
-        return nn.functional.linear(self.mix(states), embedding, self.bias)
-
-
-def hide(ids: Tensor, share: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Replace a share of the words by [MASK]; returns the new ids and where they changed."""
-    chosen = (torch.rand(ids.shape, generator=generator) < share) & (ids > MASK)
-    return ids.masked_fill(chosen, MASK), chosen
-
-
-def rate_at(step: int, steps: int, recipe: Recipe) -> float:
-    """Linear warm-up, then half a cosine down to 2 %."""
-    warm = recipe.warmup * steps
-    if step < warm:
-        return step / warm
-    return 0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * (step - warm) / (steps - warm)))
-
-
-def soft_loss(logits: Tensor, spam: Tensor, smoothing: float) -> Tensor:
-    target = torch.stack([1 - spam, spam], 1) * (1 - smoothing) + smoothing / 2
-    return -(target * logits.log_softmax(1)).sum(1).mean()
-
-
-def class_weights(mails: Sequence[Mail]) -> list[float]:
-    """How often a mail is seen in an epoch: a cluster of k near-duplicates counts like sqrt(k) mails."""
-    size = {c: sum(m.cluster == c for m in mails) for c in {m.cluster for m in mails}}
-    return [size[m.cluster] ** -0.5 for m in mails]
-
-
-def train(mails: Sequence[Mail], teacher: Sequence[float], validation: Sequence[Mail],
-          tokenizer: PreTrainedTokenizerFast, recipe: Recipe, seed: int) -> BertForSequenceClassification:
-    """The trained model (float32, averaged weights)."""
-    rng = random.Random(seed)
-    generator = torch.Generator().manual_seed(seed)
-    targets = [(1 - recipe.teacher_weight) * m.label + recipe.teacher_weight * t
-               for m, t in zip(mails, teacher, strict=True)]
-    examples = examples_of(tokenizer, [m.text for m in mails], targets)
-    weights = class_weights(mails)
-    model = new_model(recipe, len(tokenizer))
-    words = WordHead(recipe.hidden, len(tokenizer))
-    embedding = model.bert.embeddings.word_embeddings.weight
-    parameters = [*model.parameters(), *words.parameters()]
-    optimizer = torch.optim.AdamW([{"params": [p for p in parameters if p.ndim > 1], "weight_decay": recipe.decay},
-                                   {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0}],
-                                  lr=recipe.rate, betas=(0.9, 0.98), eps=1e-6)
-    averaged = {k: v.detach().clone() for k, v in model.state_dict().items()}
-    plan = [epoch_batches(examples, weights, tokenizer, recipe, rng) for _ in range(recipe.epochs)]
-    steps, step, begin = sum(map(len, plan)), 0, time.monotonic()
-    for epoch, packs in enumerate(plan):
-        model.train()
-        masked = epoch < recipe.masked_epochs
-        losses = []
-        for ids, spam in packs:
-            for group in optimizer.param_groups:
-                group["lr"] = recipe.rate * rate_at(step + 1, steps, recipe)
-            shown, chosen = hide(ids, recipe.masked_share if masked else recipe.word_dropout, generator)
-            states = model.bert(input_ids=shown, attention_mask=(ids != PAD).long())
-            loss = soft_loss(model.classifier(model.dropout(states.pooler_output)), spam, recipe.smoothing)
-            losses.append(float(loss))
-            if masked and chosen.any():
-                guess = words(states.last_hidden_state[chosen], embedding)
-                loss = loss + recipe.masked_weight * nn.functional.cross_entropy(guess, ids[chosen])
-            optimizer.zero_grad()
-            loss.backward()
-            nn.utils.clip_grad_norm_(parameters, 1.0)
-            optimizer.step()
-            step += 1
-            # early averages would hold the random start: let the window grow with the steps done
-            keep = min(recipe.average, step / (step + 10))
-            for k, v in model.state_dict().items():
-                averaged[k].lerp_(v, 1 - keep) if v.is_floating_point() else averaged[k].copy_(v)
-        check = with_weights(recipe, tokenizer, averaged)
-        right = accuracy(probabilities(check, tokenizer, [m.text for m in validation]), validation)
-        print(f"epoch {epoch + 1:2d}/{recipe.epochs}  loss {np.mean(losses):.4f}  validation {right:.4f}  "
-              f"{time.monotonic() - begin:.0f} s", flush=True)
-    return with_weights(recipe, tokenizer, averaged)
-
-
-def epoch_batches(examples: Sequence[Example], weights: Sequence[float], tokenizer: PreTrainedTokenizerFast,
-                  recipe: Recipe, rng: random.Random) -> list[tuple[Tensor, Tensor]]:
-    """One epoch: the mails, thinned by weight, and a fresh draw of project-written mails."""
-    chosen = [e for e, w in zip(examples, weights, strict=True) if rng.random() < w]
-    views = [(window(e, rng), e.spam) for e in chosen]
-    written: list[Written] = written_mails(recipe.written, rng)
-    extra = examples_of(tokenizer, [w.text for w in written], [float(w.label) for w in written])
-    views += [(e.ids[:POSITIONS - 2], e.spam) for e in extra]
-    return list(batches(views, recipe.batch_tokens, rng))
-
-
-def with_weights(recipe: Recipe, tokenizer: PreTrainedTokenizerFast,
-                 state: dict[str, Tensor]) -> BertForSequenceClassification:
-    model = new_model(recipe, len(tokenizer))
-    model.load_state_dict(state)
-    return model.eval()
-
-
-# --- measuring --------------------------------------------------------------------------------------------------
-
-@torch.no_grad()
-def probabilities(model: BertForSequenceClassification, tokenizer: PreTrainedTokenizerFast,
-                  texts: Sequence[str]) -> np.ndarray:
-    """P(spam) of each text, read up to the model's context."""
-    out = np.zeros(len(texts))
-    order = sorted(range(len(texts)), key=lambda i: len(texts[i]))
-    for at in range(0, len(order), 32):
-        pack = order[at:at + 32]
-        batch = tokenizer([texts[i] for i in pack], truncation=True, padding=True, return_tensors="pt")
-        out[pack] = model(**batch).logits.softmax(1)[:, 1].double().numpy()
-    return out
-
-
-def accuracy(spam: np.ndarray, mails: Sequence[Mail]) -> float:
-    return float(np.mean((spam > 0.5) == np.array([m.label for m in mails])))
-
-
-def confusion(spam: np.ndarray, mails: Sequence[Mail]) -> list[list[int]]:
-    """Rows: true ham, true spam.  Columns: called ham, called spam."""
-    table = np.zeros((2, 2), int)
-    for p, m in zip(spam, mails, strict=True):
-        table[m.label, int(p > 0.5)] += 1
-    return table.tolist()
+# --- baseline --------------------------------------------------------------------------------------------
 
 
 def linear_model(texts: Sequence[str], labels: Sequence[int]) -> tuple[TfidfVectorizer, LogisticRegression]:
@@ -291,12 +52,15 @@ def teacher_of(mails: Sequence[Mail], seed: int, folds: int = 5) -> list[float]:
         seen = [m for m in mails if fold[m.side] != f]
         vectors, model = linear_model([m.text for m in seen], [m.label for m in seen])
         rest = [i for i, m in enumerate(mails) if fold[m.side] == f]
-        for i, p in zip(rest, model.predict_proba(vectors.transform([mails[i].text for i in rest]))[:, 1], strict=True):
+        for i, p in zip(
+            rest, model.predict_proba(vectors.transform([mails[i].text for i in rest]))[:, 1], strict=True
+        ):
             out[i] = float(p)
     return out
 
 
-# --- output -----------------------------------------------------------------------------------------------------
+# --- output ----------------------------------------------------------------------------------------------
+
 
 def save(folder: Path, model: BertForSequenceClassification, tokenizer: PreTrainedTokenizerFast) -> None:
     """Stock transformers folder, weights in float16."""
@@ -305,8 +69,14 @@ def save(folder: Path, model: BertForSequenceClassification, tokenizer: PreTrain
     model.config.architectures = ["BertForSequenceClassification"]
     model.config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    # the class's name since transformers 4; version 5 writes one that older releases do not know
+    settings = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+    settings.pop("backend", None)
+    settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
     weights = {k: v.half().contiguous() for k, v in model.state_dict().items() if v.is_floating_point()}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "model.safetensors").chmod(0o644)
 
 
 def load(folder: Path) -> tuple[BertForSequenceClassification, PreTrainedTokenizerFast]:
@@ -315,33 +85,64 @@ def load(folder: Path) -> tuple[BertForSequenceClassification, PreTrainedTokeniz
     return model.eval(), PreTrainedTokenizerFast.from_pretrained(folder)
 
 
-def measure(folder: Path, data: Split, seconds: float, seed: int, recipe: Recipe) -> dict[str, object]:
-    """All figures of the card, from the files as saved."""
+def judge_samples(
+    model: BertForSequenceClassification, tokenizer: PreTrainedTokenizerFast, folder: Path
+) -> list[dict[str, object]]:
+    """The sample inputs of the package with what the model says; looked at after training only."""
+    index = json.loads((folder / "index.json").read_text(encoding="utf-8"))
+    spam = probabilities(model, tokenizer, [(folder / s["file"]).read_text(encoding="utf-8") for s in index])
+    return [
+        {**s, "spam": float(p), "said": "spam" if p > 0.5 else "ham"}
+        for s, p in zip(index, spam, strict=True)
+    ]
+
+
+def zipped_size(folder: Path) -> int:
+    """Bytes of the folder's files in a zip, as a wheel packs them."""
+    with tempfile.TemporaryFile() as out:
+        with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as pack:
+            for file in sorted(folder.iterdir()):
+                pack.write(file, file.name)
+        return out.tell()
+
+
+def measure(folder: Path, samples: Path, data: Split, seed: int, recipe: Recipe) -> dict[str, object]:
+    """All figures of the card but the time, from the files as saved."""
     model, tokenizer = load(folder)
     held = data.held_out
     cleaned = probabilities(model, tokenizer, [m.text for m in held])
     raw = probabilities(model, tokenizer, [m.raw for m in held])
     vectors, linear = linear_model([m.text for m in data.train], [m.label for m in data.train])
     base = linear.predict_proba(vectors.transform([m.text for m in held]))[:, 1]
-    figures: dict[str, object] = {
-        "seed": seed, "recipe": asdict(recipe), "counts": data.counts, "minutes": seconds / 60,
+    hard = [i for i, m in enumerate(held) if m.source == "hard-ham-1"]
+    return {
+        "seed": seed,
+        "recipe": asdict(recipe),
+        "counts": data.counts,
         "parameters": sum(p.numel() for p in model.parameters()),
-        "parts": {name: [sum(m.label == y for m in part) for y in (0, 1)] for name, part in (
-            ("training", data.train), ("validation", data.validation), ("held-out", held))},
-        "training_clusters": len(first_of_cluster(data.train)), "jaccard": JACCARD,
+        "parts": {
+            name: [sum(m.label == y for m in part) for y in (0, 1)]
+            for name, part in (("training", data.train), ("validation", data.validation), ("held-out", held))
+        },
+        "training_clusters": len(first_of_cluster(data.train)),
+        "jaccard": JACCARD,
+        "containment": CONTAINMENT,
         "highest_jaccard": assert_disjoint([*data.train, *data.validation], held),
-        "validation": accuracy(probabilities(model, tokenizer, [m.text for m in data.validation]), data.validation),
-        "held_out": accuracy(cleaned, held), "confusion": confusion(cleaned, held),
-        "raw": accuracy(raw, held), "raw_confusion": confusion(raw, held),
-        "baseline": accuracy(base, held), "baseline_confusion": confusion(base, held),
-        "hard_ham": accuracy(*zip_source(cleaned, held, "hard-ham-1")),
+        "validation": accuracy(
+            probabilities(model, tokenizer, [m.text for m in data.validation]), data.validation
+        ),
+        "held_out": accuracy(cleaned, held),
+        "confusion": confusion(cleaned, held),
+        "raw": accuracy(raw, held),
+        "raw_confusion": confusion(raw, held),
+        "baseline": accuracy(base, held),
+        "baseline_confusion": confusion(base, held),
+        "hard_ham": accuracy(cleaned[hard], [held[i] for i in hard]),
+        "hard_ham_mails": len(hard),
+        "samples": judge_samples(model, tokenizer, samples),
+        "sizes": {f.name: f.stat().st_size for f in sorted(folder.iterdir()) if f.name != "README.md"},
+        "zipped": zipped_size(folder),
     }
-    return figures
-
-
-def zip_source(spam: np.ndarray, mails: Sequence[Mail], source: str) -> tuple[np.ndarray, list[Mail]]:
-    picked = [i for i, m in enumerate(mails) if m.source == source]
-    return spam[picked], [mails[i] for i in picked]
 
 
 def main() -> None:
@@ -349,6 +150,7 @@ def main() -> None:
     cache = Path(os.environ.get("ATTRACE_CACHE", Path.home() / ".cache" / "attrace"))
     parser.add_argument("--data", type=Path, default=cache / "real" / "spam" / "spam.jsonl")
     parser.add_argument("--out", type=Path, default=Path("src/attrace/assets/spam"))
+    parser.add_argument("--samples", type=Path, default=Path("src/attrace/assets/samples"))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--epochs", type=int, default=Recipe.epochs)
     args = parser.parse_args()
@@ -364,10 +166,15 @@ def main() -> None:
     print(json.dumps(data.counts), len(data.train), len(data.validation), len(data.held_out), flush=True)
     assert_disjoint([*data.train, *data.validation], data.held_out)
     written = written_mails(1500, random.Random(args.seed))
-    tokenizer = train_tokenizer([*(m.text for m in data.train), *(w.text for w in written)], recipe.vocabulary)
-    model = train(data.train, teacher_of(data.train, args.seed), data.validation, tokenizer, recipe, args.seed)
+    tokenizer = train_tokenizer(
+        [*(m.text for m in data.train), *(w.text for w in written)], recipe.vocabulary
+    )
+    model = train(
+        data.train, teacher_of(data.train, args.seed), data.validation, tokenizer, recipe, args.seed
+    )
     save(args.out, model, tokenizer)
-    figures = measure(args.out, data, time.monotonic() - begin, args.seed, recipe)
+    figures = measure(args.out, args.samples, data, args.seed, recipe)
+    figures["minutes"] = (time.monotonic() - begin) / 60
     write_card(args.out, figures)
     print(json.dumps(figures, indent=1))
 

@@ -133,11 +133,11 @@ def section(
     few: int,
 ) -> str:
     """The card's section in Markdown."""
-    intro = f"""On the {mails} held-out mails, words that stand in at least {MIN_MAILS} of them. *Attention* is
-        the mean weight of the word in the rollout of the class token over the mails called that class (1 = the
-        mail's average word); it has no sign, so a word may rank in both classes. *Left out*: how much of the
-        class's log-odds goes when the word is deleted from a mail, the mean over {few} of the mails (all spam,
-        and twice as many ham in file order)."""
+    intro = f"""On the {mails} held-out mails, words that stand in at least {MIN_MAILS} of them.
+        *Attention* is the mean weight of the word in the rollout of the class token, over the mails called
+        that class (1 = the mail's average word); it has no sign, so a word may rank in both classes. *Left
+        out* is how much of the class's log-odds goes when the word is deleted from a mail, the mean over
+        {few} of the mails (all spam, and twice as many ham in file order)."""
     lines = textwrap.fill(" ".join(intro.split()), 110).split("\n")
     for y, name in enumerate(LABELS):
         lines += [

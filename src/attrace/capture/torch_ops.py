@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from attrace.errors import CaptureError, InputError, NonFiniteError, ShapeError
-from attrace.ops.attention.rows import blocks, weight_rows, working_dtype
+from attrace.ops.attention.rows import CHUNK, blocks, contract, weight_rows, working_dtype
 from attrace.ops.heads import CheckedHeads, check_heads, fuse_heads
 from attrace.types import Heads
 
@@ -81,30 +81,33 @@ class TorchAttention:
         return self._checked(index)
 
     def matvec(self, x: Tensor, *, heads: Heads = "mean") -> Tensor:
-        """Fused map times x: (B, T) -> (B, Q), or (B, T, M) -> (B, Q, M)."""
+        """Fused map times x: (B, T) -> (B, Q), or (B, T, M) -> (B, Q, M), in x's dtype."""
         columns = self._columns(x, self.shape[3], "keys")
-        parts = [fused @ columns for fused in self._fused_blocks(heads)]
-        product = self._sound(torch.cat(parts, dim=1))
+        few = columns.shape[2] <= CHUNK  # many columns are a matrix product, which adds up in blocks by itself
+        parts = [contract(fused, columns) if few else fused @ columns for fused in self._fused_blocks(heads)]
+        product = self._sound(torch.cat(parts, dim=1)).to(x.dtype)
         return product.squeeze(-1) if x.ndim == 2 else product
 
     def rmatvec(self, r: Tensor, *, heads: Heads = "mean") -> Tensor:
-        """Transposed fused map times r: (B, Q) -> (B, T), or (B, Q, M) -> (B, T, M).
+        """Transposed fused map times r: (B, Q) -> (B, T), or (B, Q, M) -> (B, T, M), in r's dtype.
 
         Rows of r that are zero for the whole batch are not computed: one target costs one row of the top layer.
         """
         columns = self._columns(r, self.shape[2], "queries")
         rows = (columns != 0).any(dim=2).any(dim=0).nonzero().squeeze(1)
-        product = columns.new_zeros(self.shape[0], columns.shape[2], self.shape[3])
+        product: Tensor | float = 0.0
         coefficients = _coefficients(check_heads(heads, self.heads), self.heads)
         for block in blocks(rows, self.shape[0] * self.heads * self.shape[3]):
             left, weights = columns.index_select(1, block).transpose(1, 2), self._rows(block)
             if coefficients is None:
-                product += left @ fuse_heads(weights, heads)
+                product = product + contract(left, fuse_heads(weights, heads))
             else:  # a linear fusion goes to the small side of the product
                 c = torch.tensor(coefficients, dtype=left.dtype, device=left.device)
                 wide = (left[:, :, None, :] * c[:, None]).flatten(2)
-                product += wide @ weights.flatten(1, 2)
-        product = self._sound(product)
+                product = product + contract(wide, weights.flatten(1, 2))
+        if isinstance(product, float):  # no row was asked for
+            product = columns.new_zeros(self.shape[0], columns.shape[2], self.shape[3])
+        product = self._sound(product).to(r.dtype)
         return product.squeeze(1) if r.ndim == 2 else product.transpose(1, 2)
 
     def fused(self, heads: Heads = "mean") -> Tensor:

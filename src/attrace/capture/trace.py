@@ -108,7 +108,9 @@ class Trace:
         mixing = Mixing(heads, residual, changed if normalize is None else normalize, discard, self.valid)
         batch, _, n, _ = ops[0].shape
         top = ops[-1]
-        eye = torch.eye(n, dtype=top.dtype, device=top.device).expand(batch, n, n)
+        # What is carried from layer to layer is float64 where the device has it; the result is as the weights are.
+        wide = top.dtype if top.device.type == "mps" else torch.float64
+        eye = torch.eye(n, dtype=wide, device=top.device).expand(batch, n, n)
         if target is not None:
             if isinstance(target, Tensor | np.ndarray) and torch.as_tensor(target).is_floating_point():
                 start = _start_row(torch.as_tensor(target), batch, n).to(top.device, top.dtype)

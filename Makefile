@@ -36,7 +36,8 @@ help:
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
-	  echo "error: attrace needs Python 3.11 or newer; '$(PYTHON)' is $$($(PYTHON) --version 2>&1 || echo missing)." >&2; \
+	  found=$$($(PYTHON) -c 'import platform; print("Python", platform.python_version())' 2>/dev/null); \
+	  echo "error: attrace needs Python 3.11 or newer; '$(PYTHON)' is $${found:-no Python that runs}." >&2; \
 	  echo "       Name another one:  make PYTHON=python3.11 $(MAKECMDGOALS)" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 

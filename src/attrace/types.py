@@ -171,6 +171,11 @@ class Subject(Protocol):
     protected: NDArray[np.bool_]
     """(n,) True at tokens that removal must leave: special tokens and the target's own position."""
 
+    @property
+    def unit(self) -> str:
+        """What `score` gives: "log-probability", "cosine similarity", "output"."""
+        ...
+
     def score(self, keep: NDArray[np.bool_], *, operator: str = "delete", progress: Progress | None = None) -> Floats:
         """The target's log-probability with only the kept tokens: (m, n) -> (m,).
 

@@ -27,6 +27,7 @@ Task = Literal["classifier", "causal", "masked", "encoder"]
 EMBEDDED = "embedded"
 """The name of the model that the package carries."""
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.pickle", "*.h5", "*.msgpack")
+VOCABULARIES = ("tokenizer.json", "vocab.*", "*.model", "*.tiktoken")
 HEADER_LIMIT = 32 * 1024 * 1024
 """Bytes of a safetensors header; real ones take kilobytes."""
 HEADS: tuple[tuple[str, Task, str], ...] = (
@@ -172,7 +173,7 @@ def _resolve(name: str | os.PathLike[str] | None) -> tuple[Path | None, str]:
     if name is None or name == EMBEDDED:
         return Path(str(files("attrace") / "assets" / "spam")), "attrace's embedded spam classifier"
     path = Path(name).expanduser()
-    if path.is_dir():
+    if str(name).strip() and path.is_dir():
         return path, path.resolve().name
     looks_local = isinstance(name, os.PathLike) or path.exists() or str(name).startswith((".", "~", os.sep))
     if looks_local or str(name).count("/") > 1 or not str(name).strip():
@@ -198,6 +199,12 @@ def _check_folder(folder: Path) -> None:
         raise UnsafeWeightsError(
             f"Expected a model of the transformers library. Received: {str(folder)!r}, which brings code of its own "
             "(auto_map in config.json); attrace never runs such code. Load it yourself and give the object."
+        )
+    if not any(any(folder.glob(pattern)) for pattern in VOCABULARIES):
+        # transformers would make up a tokenizer that knows no word.
+        raise ModelError(
+            f"Expected a tokenizer in {str(folder)!r}: tokenizer.json or a vocabulary. Received: none. Save it there "
+            "with tokenizer.save_pretrained(folder)."
         )
     weights = sorted(folder.glob("*.safetensors"))
     if not weights:

@@ -42,6 +42,15 @@ class TextSubject:
     readout: Floats
     protected: NDArray[np.bool_]
 
+    @property
+    def unit(self) -> str:
+        """What `score` gives."""
+        if self.loaded.task == "encoder":
+            return "cosine similarity"
+        if self.question.rival is not None:
+            return "log-odds"
+        return "log-probability" if self.question.target.probability is not None else "output"
+
     def score(self, keep: NDArray[np.bool_], *, operator: str = "delete", progress: Progress | None = None) -> Floats:
         """The target's score with only the kept tokens: (m, n) -> (m,).
 
@@ -237,14 +246,15 @@ def _equal_lengths(kept: NDArray[np.bool_], operator: str) -> Iterator[NDArray[n
 
 def _check_finite(loaded: Loaded, encoding: Encoding, trace: Trace, output: Any) -> None:
     result = output.last_hidden_state if loaded.task == "encoder" else output.logits
-    if bool(result.isfinite().all()):
+    # A fused kernel may hide NaN in a query: its output can be finite and the attention not.
+    bad_rows = ((op, op.first_bad_row()) for op in trace.ops)
+    found = next(((op, row) for op, row in bad_rows if row is not None), None)
+    if found is None and bool(result.isfinite().all()):
         return
     at = "after the last layer"
-    for op in trace.ops:
-        place = op.first_bad_row()
-        if place is not None:
-            at = f"layer {op.layer} ({op.name}), token {place} ({encoding.pieces[place]!r})"
-            break
+    if found is not None:
+        op, row = found
+        at = f"layer {op.layer} ({op.name}), token {row} ({encoding.pieces[row]!r})"
     bad = [name for name, p in loaded.model.named_parameters() if not bool(p.isfinite().all())]
     cause = f"the weights {', '.join(bad[:3])} hold NaN or infinity" if bad else "its weights are finite"
     raise NonFiniteError(

@@ -19,4 +19,4 @@ def leave_one_out(subject: Subject, options: Options, progress: Progress | None 
     scores = subject.score(keep, progress=progress)
     values = np.zeros(len(subject.protected))
     values[free] = scores[-1] - scores[:-1]
-    return Scores(values=values, signed=True, unit="drop in log-probability")
+    return Scores(values=values, signed=True, unit=f"drop in {subject.unit}")

@@ -19,8 +19,9 @@ PROGRAM = Path(fake_api.__file__).with_name("fake_cli.py")
 @pytest.fixture
 def api(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """The stand-in api in this process; returns the list of calls it gets."""
-    monkeypatch.setitem(sys.modules, "attrace.api", fake_api.build())
-    monkeypatch.setattr(attrace, "api", sys.modules["attrace.api"], raising=False)
+    module = fake_api.make()
+    monkeypatch.setitem(sys.modules, "attrace.api", module)
+    monkeypatch.setattr(attrace, "api", module, raising=False)
     for name in ("FAKE_API", "FAKE_LINES", "HF_HUB_OFFLINE", "HF_HUB_DISABLE_TELEMETRY"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("COLUMNS", "100")

@@ -54,8 +54,8 @@ def check_output(path: Path) -> None:
         raise errors.OutputError(f"Expected a folder that can be written. Received: {str(path.parent)!r}.")
 
 
-def build() -> types.ModuleType:
-    """The stand-in as a module."""
+def make() -> types.ModuleType:
+    """The stand-in module."""
     module = types.ModuleType("attrace.api")
     for thing in (Explanation, explain, check_output):
         setattr(module, thing.__name__, thing)
@@ -63,5 +63,5 @@ def build() -> types.ModuleType:
 
 
 def install() -> None:
-    """Put the stand-in where `from attrace import api` finds it, for the rest of the process."""
-    sys.modules["attrace.api"] = attrace.api = build()  # type: ignore[attr-defined]
+    """Put the stand-in where `from attrace import api` finds it, for the life of the process."""
+    sys.modules["attrace.api"] = attrace.api = make()  # type: ignore[attr-defined]

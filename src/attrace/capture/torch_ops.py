@@ -83,8 +83,8 @@ class TorchAttention:
     def matvec(self, x: Tensor, *, heads: Heads = "mean") -> Tensor:
         """Fused map times x: (B, T) -> (B, Q), or (B, T, M) -> (B, Q, M)."""
         columns = self._columns(x, self.shape[3], "keys")
-        parts = [fused @ columns for _, fused in self._fused_blocks(self._all_rows(), heads)]
-        product = torch.cat(parts, dim=1)
+        parts = [fused @ columns for fused in self._fused_blocks(heads)]
+        product = self._sound(torch.cat(parts, dim=1))
         return product.squeeze(-1) if x.ndim == 2 else product
 
     def rmatvec(self, r: Tensor, *, heads: Heads = "mean") -> Tensor:
@@ -97,25 +97,34 @@ class TorchAttention:
         product = columns.new_zeros(self.shape[0], columns.shape[2], self.shape[3])
         coefficients = _coefficients(check_heads(heads, self.heads), self.heads)
         for block in blocks(rows, self.shape[0] * self.heads * self.shape[3]):
-            left, weights = columns.index_select(1, block).transpose(1, 2), self._checked(block)
+            left, weights = columns.index_select(1, block).transpose(1, 2), self._rows(block)
             if coefficients is None:
                 product += left @ fuse_heads(weights, heads)
             else:  # a linear fusion goes to the small side of the product
                 c = torch.tensor(coefficients, dtype=left.dtype, device=left.device)
                 wide = (left[:, :, None, :] * c[:, None]).flatten(2)
                 product += wide @ weights.flatten(1, 2)
+        product = self._sound(product)
         return product.squeeze(1) if r.ndim == 2 else product.transpose(1, 2)
 
     def fused(self, heads: Heads = "mean") -> Tensor:
         """The head-fused map, (B, Q, T)."""
-        return torch.cat([block for _, block in self._fused_blocks(self._all_rows(), heads)], dim=1)
+        return self._sound(torch.cat(list(self._fused_blocks(heads)), dim=1))
 
-    def _fused_blocks(self, rows: Tensor, heads: Heads) -> Iterator[tuple[Tensor, Tensor]]:
-        for block in blocks(rows, self.shape[0] * self.heads * self.shape[3]):
-            yield block, fuse_heads(self._checked(block), heads)
+    def _fused_blocks(self, heads: Heads) -> Iterator[Tensor]:
+        for block in self._row_blocks():
+            yield fuse_heads(self._rows(block), heads)
 
-    def _all_rows(self) -> Tensor:
-        return torch.arange(self.shape[2], device=self.device)
+    def _row_blocks(self) -> Iterator[Tensor]:
+        every = torch.arange(self.shape[2], device=self.device)
+        yield from blocks(every, self.shape[0] * self.heads * self.shape[3])
+
+    def _sound(self, product: Tensor) -> Tensor:
+        """The product itself; where it holds NaN, the row of weights that brought it is looked for and named."""
+        if bool(product.detach().isnan().any()):
+            for block in self._row_blocks():
+                self._checked(block)
+        return product
 
     def _columns(self, x: Tensor, length: int, side: str) -> Tensor:
         if x.ndim not in (2, 3) or x.shape[0] != self.shape[0] or x.shape[1] != length:
@@ -126,6 +135,7 @@ class TorchAttention:
         return (x[..., None] if x.ndim == 2 else x).to(self.dtype)
 
     def _checked(self, rows: Tensor) -> Tensor:
+        """(R,) -> (B, H, R, T); NonFiniteError where a weight is NaN."""
         weights = self._rows(rows)
         # The sum is NaN exactly where a weight is: one pass, no mask of the block's size.
         bad = weights.detach().sum(dim=(1, 3)).isnan()

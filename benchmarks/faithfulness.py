@@ -75,10 +75,11 @@ class Counted:
     trace: Any = field(init=False)
     readout: Any = field(init=False)
     protected: Any = field(init=False)
+    unit: Any = field(init=False)
 
     def __post_init__(self) -> None:
         self.trace, self.readout = self.subject.trace, self.subject.readout
-        self.protected = self.subject.protected
+        self.protected, self.unit = self.subject.protected, self.subject.unit
 
     def score(self, keep: Any, *, operator: str = "delete", progress: Any = None) -> Any:
         self.passes += len(keep)
@@ -147,7 +148,8 @@ def measure(model: str, about: str, subjects: Iterable[Subject], seed: int) -> R
             chance[operator].append(float(drops[len(rows) :].mean()))
             for row, drop in zip(rows, drops, strict=False):
                 row.drops[operator].append(float(drop))
-        print(f"\r{model}: {number + 1} inputs", end="", file=sys.stderr, flush=True)
+        if sys.stderr.isatty():
+            print(f"\r{model}: {number + 1} inputs", end="", file=sys.stderr, flush=True)
     print(file=sys.stderr)
     return Result(model, about, tokens, rows, chance, time.perf_counter() - start)
 
@@ -290,7 +292,8 @@ def report(record: dict[str, Any]) -> str:
         "are those of the method per input, beyond the one recorded run that all share.",
         "",
         "\\* Leave-one-out judged by the operator that it leaves out by is flattered: it has measured, token "
-        "by token, the very thing that it is judged by. Compare it by the other operator.",
+        "by token, the very thing that it is judged by. Compare it by the other operator. Removal makes inputs "
+        "that no model was trained on; that is why there are two operators.",
         "",
     ]
     for found in record["models"]:

@@ -34,6 +34,7 @@ class Linear:
     """Deleting token i costs weights[i]; hiding it costs the weights in the reverse order."""
 
     trace = None
+    unit = "log-probability"
     readout = np.zeros(0)
 
     def __init__(self, weights: list[float]) -> None:

@@ -221,6 +221,16 @@ def test_an_input_given_by_keyword_is_seen() -> None:
     torch.testing.assert_close(op.output(torch.arange(5)), expected, atol=1e-5, rtol=0)
 
 
+def test_a_block_whose_input_a_hook_changes_is_seen_as_changed() -> None:
+    model, ids = make("llama"), tokens(1, 9)
+    handle = model.layers[1].register_forward_pre_hook(lambda _module, args: (args[0] + 1, *args[1:]))
+    trace = traced(model, ids).contributions()
+    expected = outputs_of(model, "llama", ids, [op.name for op in trace.ops])
+    handle.remove()
+    for op, output in zip(trace.ops, expected, strict=True):
+        torch.testing.assert_close(op.output(torch.arange(9)), output, atol=1e-4, rtol=1e-5)
+
+
 def test_hooks_go_after_an_error_too() -> None:
     model = make("llama")
     with pytest.raises(IndexError), record(model, values=True):

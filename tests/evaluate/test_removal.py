@@ -21,6 +21,7 @@ class Linear:
     """score = b + sum of the weights of the tokens kept; hidden tokens count a tenth."""
 
     trace = None
+    unit = "log-probability"
     readout = np.zeros(0)
 
     def __init__(self, weights: list[float], b: float = 0.0, protected: list[int] | None = None) -> None:

@@ -69,10 +69,10 @@ class BlockInputs:
             name = name.rpartition(".")[0]
 
     def watch(self) -> Iterator[RemovableHandle]:
-        """Place a hook on every block; each handle takes one away."""
+        """Place a hook on every block, after those that are there and may change its input."""
         for name in {path_from(a, f.block) for a, f in self._families.items()} & set(self._modules):
             hook = self._noting(name)
-            yield self._modules[name].register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
+            yield self._modules[name].register_forward_pre_hook(hook, with_kwargs=True)
 
     def block_of(self, name: str, value: Tensor | None) -> Block | None:
         """The block around the attention module that has just called; None where its family is not known."""
@@ -102,9 +102,7 @@ class BlockInputs:
 
 
 def _weight(projection: nn.Module | None, family: Family) -> Tensor | None:
-    """(E, H * D); None where the projection is no plain linear map (quantised, or with an adapter around
-    it).
-    """
+    """(E, H * D); None where the projection is no plain linear map (quantised, or with an adapter around it)."""
     weight = getattr(projection, "weight", None)
     plain = isinstance(projection, nn.Linear) or (family.transposed and type(projection).__name__ == "Conv1D")
     if not plain or not isinstance(weight, Tensor) or not weight.is_floating_point():

@@ -1,6 +1,4 @@
-"""Contributions of one attention block: the reference against PyTorch's own block, the row blocks against
-both.
-"""
+"""Contributions of one attention block: the reference against a hand-written block, the row blocks against both."""
 
 from __future__ import annotations
 
@@ -19,9 +17,7 @@ Case = tuple["Block", Tensor, Tensor, Tensor, Tensor]
 
 
 class Block(nn.Module):
-    """An attention block written out by hand, as an independent oracle: pre-norm or post-norm, grouped or
-    not.
-    """
+    """An attention block written out by hand, as an independent oracle: pre-norm or post-norm, grouped or not."""
 
     def __init__(self, groups: int, *, post: bool, causal: bool) -> None:
         super().__init__()

@@ -16,9 +16,7 @@ from attrace.types import Floats
 
 
 class Norm(NamedTuple):
-    """The layer norm after the residual of a post-norm block: gain * (z - mean) / sqrt(variance + eps) +
-    shift.
-    """
+    """The layer norm after the residual of a post-norm block: gain * (z - mean) / sqrt(variance + eps) + shift."""
 
     gain: Any
     """(E,)"""
@@ -36,8 +34,7 @@ def transformed(
     bias: ArrayLike | None = None,
     norm: Norm | None = None,
 ) -> tuple[Floats, Floats]:
-    """What each token gives to each row of the block's output, T_i(x_j), and that output: (B, Q, T, E), (B,
-    Q, E).
+    """What each token gives to each row of the block's output, T_i(x_j), and that output: (B, Q, T, E), (B, Q, E).
 
     T_i(x_j) = sum_h A^h_ij W_O^h v^h_j, plus x_i itself where j = i.  The output is their sum over j plus
     the bias. With `norm` both go through the layer norm, which is linear once the row's standard deviation

@@ -121,7 +121,8 @@ positions; lower-casing WordPiece of {r["vocabulary"]} entries learnt on the tra
 length) with AdamW, warm-up and cosine; in the first {r["masked_epochs"]} epochs
 {100 * r["masked_share"]:.0f} % of the words are masked and filled in beside the class loss, later
 {100 * r["word_dropout"]:.0f} % are masked. Targets are mixed with the out-of-fold opinion of a linear model
-(weight {r["teacher_weight"]}) and smoothed ({r["smoothing"]}); the weights are a moving average over the
+(weight {r["teacher_weight"]}) and smoothed ({r["smoothing"]}); made-up
+addresses are strewn in, the same for both classes; the weights are a moving average over the
 last steps. Seed {f["seed"]}; {f["minutes"]:.1f} minutes on two CPU cores that had other work as well
 ({f["cpu_minutes"]:.1f} minutes of processor time over both), all included.
 `scripts/train_spam_model.py` does it.

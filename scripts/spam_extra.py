@@ -83,6 +83,27 @@ def slot(kind: str, rng: random.Random) -> str:
     return rng.choice(values(kind))
 
 
+def written_address(rng: random.Random) -> str:
+    """A made-up link or mail address, the same kind for both classes."""
+
+    def name() -> str:
+        return "".join(rng.choice("bcdfghklmnprstvw") + rng.choice("aeiou") for _ in range(rng.randint(2, 4)))
+
+    host = f"{name()}.{rng.choice(('com', 'net', 'org', 'co.uk', 'de', 'info'))}"
+    path = rng.choice(
+        ("", "/", f"/{name()}", f"/{name()}/{rng.randint(1, 99999)}", f"/{name()}.html?{name()}=1")
+    )
+    return rng.choice(
+        (
+            f"http://www.{host}{path}",
+            f"<http://{host}{path}>",
+            f"https://{host}{path}",
+            f"{name()}@{host}",
+            f"www.{host}",
+        )
+    )
+
+
 def fill(text: str, rng: random.Random) -> str:
     return re.sub(r"\{(\w+)\}", lambda m: slot(m[1], rng), text)
 

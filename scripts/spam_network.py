@@ -14,7 +14,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import numpy as np
 import torch
 from spam_data import Mail
-from spam_extra import Written, written_mails
+from spam_extra import Written, written_address, written_mails
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 from torch import Tensor, nn
 from transformers import BertConfig, BertForSequenceClassification, PreTrainedTokenizerFast
@@ -34,13 +34,13 @@ class Recipe:
     heads: int = 4
     inner: int = 512
     dropout: float = 0.1
-    epochs: int = 12
-    masked_epochs: int = 7  # of these, the first ones mask words and learn to fill them in
+    epochs: int = 13
+    masked_epochs: int = 8  # of these, the first ones mask words and learn to fill them in
     masked_share: float = 0.15
     masked_weight: float = 0.5
-    word_dropout: float = 0.05
+    word_dropout: float = 0.1
     smoothing: float = 0.05
-    teacher_weight: float = 0.3
+    teacher_weight: float = 0.4
     rate: float = 1.0e-3
     warmup: float = 0.06
     decay: float = 0.02
@@ -106,7 +106,17 @@ def examples_of(
     return made
 
 
-def window(example: Example, rng: random.Random) -> list[int]:
+def window(example: Example, addresses: Sequence[list[int]], rng: random.Random) -> list[int]:
+    """Part of the text, now and then with addresses in it: cleaning took them out, plain text has them."""
+    ids = part(example, rng)
+    if rng.random() < 0.3:
+        for _ in range(rng.randint(1, 3)):
+            at = rng.randint(0, len(ids))
+            ids = [*ids[:at], *rng.choice(addresses), *ids[at:]]
+    return ids[: POSITIONS - 2]
+
+
+def part(example: Example, rng: random.Random) -> list[int]:
     """A view of the text: its head, a run of lines, or a short crop; now and then a long one."""
     n, kind = len(example.ids), rng.random()
     if kind < 0.50 or n < 24:
@@ -186,8 +196,9 @@ def rate_at(step: int, steps: int, recipe: Recipe) -> float:
     return 0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * (step - warm) / (steps - warm)))
 
 
-def soft_loss(logits: Tensor, spam: Tensor, smoothing: float) -> Tensor:
-    target = torch.stack([1 - spam, spam], 1) * (1 - smoothing) + smoothing / 2
+def soft_loss(logits: Tensor, spam: Tensor, recipe: Recipe) -> Tensor:
+    """Cross-entropy with the smoothed targets."""
+    target = torch.stack([1 - spam, spam], 1) * (1 - recipe.smoothing) + recipe.smoothing / 2
     return -(target * logits.log_softmax(1)).sum(1).mean()
 
 
@@ -228,7 +239,8 @@ def train(
         eps=1e-6,
     )
     averaged = {k: v.detach().clone() for k, v in model.state_dict().items()}
-    plan = [epoch_batches(examples, weights, tokenizer, recipe, rng) for _ in range(recipe.epochs)]
+    addresses = encode(tokenizer, [written_address(rng) for _ in range(500)])
+    plan = [epoch_batches(examples, weights, addresses, tokenizer, recipe, rng) for _ in range(recipe.epochs)]
     steps, step, begin = sum(map(len, plan)), 0, time.monotonic()
     for epoch, packs in enumerate(plan):
         model.train()
@@ -239,7 +251,7 @@ def train(
                 group["lr"] = recipe.rate * rate_at(step + 1, steps, recipe)
             shown, chosen = hide(ids, recipe.masked_share if masked else recipe.word_dropout, generator)
             states = model.bert(input_ids=shown, attention_mask=(ids != PAD).long())
-            loss = soft_loss(model.classifier(model.dropout(states.pooler_output)), spam, recipe.smoothing)
+            loss = soft_loss(model.classifier(model.dropout(states.pooler_output)), spam, recipe)
             losses.append(float(loss.detach()))
             if masked and chosen.any():
                 guess = words(states.last_hidden_state[chosen], embedding)
@@ -266,13 +278,14 @@ def train(
 def epoch_batches(
     examples: Sequence[Example],
     weights: Sequence[float],
+    addresses: Sequence[list[int]],
     tokenizer: PreTrainedTokenizerFast,
     recipe: Recipe,
     rng: random.Random,
 ) -> list[tuple[Tensor, Tensor]]:
     """One epoch: the mails, thinned by weight, and a fresh draw of project-written mails."""
     chosen = [e for e, w in zip(examples, weights, strict=True) if rng.random() < w]
-    views = [(window(e, rng), e.spam) for e in chosen]
+    views = [(window(e, addresses, rng), e.spam) for e in chosen]
     written: list[Written] = written_mails(recipe.written, rng)
     extra = examples_of(tokenizer, [w.text for w in written], [float(w.label) for w in written])
     views += [(e.ids[: POSITIONS - 2], e.spam) for e in extra]

@@ -162,10 +162,7 @@ def samples_section(samples: Sequence[Mapping[str, Any]]) -> str:
 
 def sizes_section(sizes: Mapping[str, int], zipped: int) -> str:
     rows = "".join(f"| {name} | {size:,} |\n" for name, size in sizes.items())
-    return (
-        f"## Size\n\n| file | bytes |\n| --- | ---: |\n{rows}\n"
-        f"Zipped, as in a wheel: {zipped / 1e6:.2f} MB.\n\n"
-    )
+    return f"## Size\n\n| file | bytes |\n| --- | ---: |\n{rows}\nZipped, as in a wheel: {zipped / 1e6:.2f} MB.\n\n"
 
 
 def replace_heaviest(card: str, section: str) -> str:
@@ -188,6 +185,4 @@ def write_card(folder: Path, figures: Mapping[str, Any]) -> None:
         sizes_section(figures["sizes"], figures["zipped"]),
         f"## Heaviest words\n\n{START}\nTo be filled in by `scripts/spam_heaviest_words.py`.\n{END}\n",
     )
-    (folder / "README.md").write_text(
-        FRONT + "".join(map(reflow, sections)).rstrip() + "\n", encoding="utf-8"
-    )
+    (folder / "README.md").write_text(FRONT + "".join(map(reflow, sections)).rstrip() + "\n", encoding="utf-8")

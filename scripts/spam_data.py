@@ -31,7 +31,8 @@ MIN_WORDS = 4
 @dataclass(frozen=True)
 class Mail:
     """One cleaned mail; `cluster` joins near-duplicates, `side` joins clusters of one thread for the
-    split."""
+    split.
+    """
 
     row: int  # line number in the data file
     label: int  # 1 = spam
@@ -136,7 +137,8 @@ WORD = re.compile(r"[^\W\d_]+(?:'[^\W\d_]+)?")
 
 def harvest_names(texts: Iterable[str]) -> frozenset[str]:
     """Names of the lists' writers: words of attribution lines that are nearly always capitalised elsewhere
-    too."""
+    too.
+    """
     found: Counter[str] = Counter()
     upper: Counter[str] = Counter()
     total: Counter[str] = Counter()
@@ -152,16 +154,12 @@ def harvest_names(texts: Iterable[str]) -> frozenset[str]:
 
 def drop_signature(body: str) -> str:
     """Cut at a line "-- " (or "--") when only a signature's worth of text follows it; newsletters use it as
-    a rule."""
+    a rule.
+    """
     lines = body.rstrip().split("\n")
     for i, line in enumerate(lines):
         rest = [x for x in lines[i + 1 :] if x.strip()]
-        if (
-            line.strip() in ("--", "---", "- --", "-- --")
-            and i
-            and len(rest) <= 12
-            and sum(map(len, rest)) <= 700
-        ):
+        if line.strip() in ("--", "---", "- --", "-- --") and i and len(rest) <= 12 and sum(map(len, rest)) <= 700:
             return "\n".join(lines[:i])
     return body
 
@@ -206,7 +204,8 @@ def clean(raw: str, names: frozenset[str]) -> str:
 
 def is_english_script(text: str) -> bool:
     """Whether the letters are Latin; mails in an undecoded or another script are not this model's
-    business."""
+    business.
+    """
     letters = [c for c in text if c.isalpha() or c == "\ufffd"]
     return sum("a" <= c.lower() <= "z" for c in letters) >= 0.9 * len(letters)
 
@@ -248,9 +247,7 @@ def shingles(texts: Sequence[str]) -> sparse.csr_matrix:
     return CountVectorizer(analyzer=grams, binary=True, dtype=np.int32).fit_transform(texts).tocsr()
 
 
-def overlaps(
-    a: sparse.csr_matrix, b: sparse.csr_matrix
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+def overlaps(a: sparse.csr_matrix, b: sparse.csr_matrix) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """For each pair (row of a, row of b) with a shared shingle: i, j, Jaccard, share of the smaller one."""
     shared = (a @ b.T).tocoo()
     size_a = np.asarray(a.sum(1)).ravel()[shared.row]
@@ -302,8 +299,7 @@ def cluster(mails: Sequence[Mail]) -> list[Mail]:
         if key:
             sides.join(n, first.setdefault(key, n))
     return [
-        Mail(m.row, m.label, m.source, m.raw, m.text, duplicates.find(n), sides.find(n))
-        for n, m in enumerate(mails)
+        Mail(m.row, m.label, m.source, m.raw, m.text, duplicates.find(n), sides.find(n)) for n, m in enumerate(mails)
     ]
 
 
@@ -330,7 +326,8 @@ def first_of_cluster(mails: Iterable[Mail]) -> list[Mail]:
 
 def split(mails: Sequence[Mail], seed: int) -> tuple[list[Mail], list[Mail], list[Mail]]:
     """Deal groups to held-out, validation, training, stratified by the source folder of a group's first
-    mail."""
+    mail.
+    """
     groups: dict[int, list[Mail]] = defaultdict(list)
     for mail in mails:
         groups[mail.side].append(mail)
@@ -359,13 +356,12 @@ def split(mails: Sequence[Mail], seed: int) -> tuple[list[Mail], list[Mail], lis
 
 def assert_disjoint(train: Sequence[Mail], held_out: Sequence[Mail]) -> float:
     """No held-out mail is a near-duplicate of a training mail; returns the highest Jaccard across the
-    split."""
+    split.
+    """
     matrix = shingles([m.text for m in (*train, *held_out)])
     _, _, jaccard, inside = overlaps(matrix[len(train) :], matrix[: len(train)])
     highest = float(jaccard.max(initial=0.0))
-    assert highest < JACCARD, (
-        f"expected every Jaccard across the split below {JACCARD}, received {highest:.3f}"
-    )
+    assert highest < JACCARD, f"expected every Jaccard across the split below {JACCARD}, received {highest:.3f}"
     assert inside.max(initial=0.0) < CONTAINMENT, "a held-out mail lies inside a training mail"
     assert not {m.side for m in train} & {m.side for m in held_out}, "a thread lies on both sides"
     return highest

@@ -42,9 +42,7 @@ def source() -> tuple[str, ...]:
 @cache
 def values(kind: str) -> tuple[str, ...]:
     """The listed values of one {slot}."""
-    return tuple(
-        v for line in source() if line.startswith(f"@ {kind} ") for v in line.split(" ", 2)[2].split("|")
-    )
+    return tuple(v for line in source() if line.startswith(f"@ {kind} ") for v in line.split(" ", 2)[2].split("|"))
 
 
 @cache
@@ -68,9 +66,7 @@ def slot(kind: str, rng: random.Random) -> str:
     if kind == "amount":
         value = rng.choice((rng.randint(2, 99), rng.randint(1, 90) * 100, rng.randint(1, 9) * 1000))
         cents = rng.choice(("", ".00", f".{rng.randint(10, 99)}"))
-        return rng.choice(
-            (f"${value:,}{cents}", f"\u20ac{value}{cents}", f"{value} euros", f"\u00a3{value}{cents}")
-        )
+        return rng.choice((f"${value:,}{cents}", f"\u20ac{value}{cents}", f"{value} euros", f"\u00a3{value}{cents}"))
     if kind == "time":
         clock = f"{rng.randint(8, 19)}:{rng.choice(('00', '15', '30'))}"
         return rng.choice((clock, f"{rng.randint(1, 11)} pm", f"{rng.randint(7, 11)} am", "noon"))
@@ -90,9 +86,7 @@ def written_address(rng: random.Random) -> str:
         return "".join(rng.choice("bcdfghklmnprstvw") + rng.choice("aeiou") for _ in range(rng.randint(2, 4)))
 
     host = f"{name()}.{rng.choice(('com', 'net', 'org', 'co.uk', 'de', 'info'))}"
-    path = rng.choice(
-        ("", "/", f"/{name()}", f"/{name()}/{rng.randint(1, 99999)}", f"/{name()}.html?{name()}=1")
-    )
+    path = rng.choice(("", "/", f"/{name()}", f"/{name()}/{rng.randint(1, 99999)}", f"/{name()}.html?{name()}=1"))
     return rng.choice(
         (
             f"http://www.{host}{path}",
@@ -112,8 +106,7 @@ def written_mail(theme: Theme, rng: random.Random) -> Written:
     sentences = rng.sample(range(len(theme.body)), min(len(theme.body), rng.choice((1, 1, 2, 2, 3, 4, 5))))
     body = rng.choice((" ", " ", "\n", "\n\n")).join(theme.body[i] for i in sorted(sentences))
     subject, greeting, closing = (
-        rng.choice(theme.parts[k]) if rng.random() < keep else ""
-        for k, keep in (("S", 0.7), ("G", 0.7), ("C", 0.7))
+        rng.choice(theme.parts[k]) if rng.random() < keep else "" for k, keep in (("S", 0.7), ("G", 0.7), ("C", 0.7))
     )
     text = fill("\n\n".join(p for p in (subject, greeting, body, closing) if p), rng)
     return Written(text, theme.label)

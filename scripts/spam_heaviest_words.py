@@ -34,10 +34,9 @@ STOP_AT = 20
 
 def attribute(model: Any, tokenizer: Any, text: str) -> list[tuple[str, float]]:
     """(word, share) for the words of the text: attention rollout of the class token.  The one call to
-    replace."""
-    batch = tokenizer(
-        text, truncation=True, max_length=TOKENS, return_tensors="pt", return_offsets_mapping=True
-    )
+    replace.
+    """
+    batch = tokenizer(text, truncation=True, max_length=TOKENS, return_tensors="pt", return_offsets_mapping=True)
     offsets = batch.pop("offset_mapping")[0].tolist()
     with torch.no_grad():
         maps = model(**batch, output_attentions=True).attentions
@@ -91,7 +90,7 @@ def ranked(score: Mapping[str, float], threads: Mapping[str, set[int]]) -> list[
 
 @torch.no_grad()
 def log_odds(model: Any, tokenizer: Any, texts: Sequence[str]) -> np.ndarray:
-    """log P(spam) / P(ham) of each text."""
+    """Log P(spam) / P(ham) of each text."""
     out = []
     for at in range(0, len(texts), 64):
         batch = tokenizer(
@@ -104,9 +103,7 @@ def log_odds(model: Any, tokenizer: Any, texts: Sequence[str]) -> np.ndarray:
 
 def head(tokenizer: Any, text: str, tokens: int) -> str:
     """The text up to its first `tokens` tokens."""
-    offsets = tokenizer(text, truncation=True, max_length=tokens, return_offsets_mapping=True)[
-        "offset_mapping"
-    ]
+    offsets = tokenizer(text, truncation=True, max_length=tokens, return_offsets_mapping=True)["offset_mapping"]
     return text[: max(end for _, end in offsets)]
 
 
@@ -171,9 +168,7 @@ def main() -> None:
     fused = AutoModelForSequenceClassification.from_pretrained(args.model, dtype=torch.float32).eval()
     held = prepare(args.data, args.seed).held_out
     few = [*(m for m in held if m.label), *[m for m in held if not m.label][::4]]
-    text = section(
-        rollout_table(eager, tokenizer, held), removal_table(fused, tokenizer, few), len(held), len(few)
-    )
+    text = section(rollout_table(eager, tokenizer, held), removal_table(fused, tokenizer, few), len(held), len(few))
     card = args.model / "README.md"
     card.write_text(replace_heaviest(card.read_text(encoding="utf-8"), text), encoding="utf-8")
     print(text)

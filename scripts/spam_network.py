@@ -95,9 +95,7 @@ class Example:
     spam: float  # target probability of spam
 
 
-def examples_of(
-    tokenizer: PreTrainedTokenizerFast, texts: Sequence[str], spam: Sequence[float]
-) -> list[Example]:
+def examples_of(tokenizer: PreTrainedTokenizerFast, texts: Sequence[str], spam: Sequence[float]) -> list[Example]:
     made = []
     for text, target in zip(texts, spam, strict=True):
         pieces = encode(tokenizer, [line for line in text.split("\n") if line.strip()])
@@ -131,14 +129,12 @@ def part(example: Example, rng: random.Random) -> list[int]:
     return example.ids[begin : begin + length]
 
 
-def batches(
-    views: list[tuple[list[int], float]], tokens: int, rng: random.Random
-) -> Iterator[tuple[Tensor, Tensor]]:
+def batches(views: list[tuple[list[int], float]], tokens: int, rng: random.Random) -> Iterator[tuple[Tensor, Tensor]]:
     """Padded batches of about equal token count; views of like length go together, in random order."""
     views = sorted(views, key=lambda v: (len(v[0]), rng.random()))
     packs: list[list[tuple[list[int], float]]] = [[]]
     for view in views:
-        if packs[-1] and (len(packs[-1]) + 1) * (len(view[0]) + 2) > tokens or len(packs[-1]) >= 64:
+        if (packs[-1] and (len(packs[-1]) + 1) * (len(view[0]) + 2) > tokens) or len(packs[-1]) >= 64:
             packs.append([])
         packs[-1].append(view)
     rng.shuffle(packs)
@@ -220,8 +216,7 @@ def train(
     rng = random.Random(seed)
     generator = torch.Generator().manual_seed(seed)
     targets = [
-        (1 - recipe.teacher_weight) * m.label + recipe.teacher_weight * t
-        for m, t in zip(mails, teacher, strict=True)
+        (1 - recipe.teacher_weight) * m.label + recipe.teacher_weight * t for m, t in zip(mails, teacher, strict=True)
     ]
     examples = examples_of(tokenizer, [m.text for m in mails], targets)
     weights = class_weights(mails)

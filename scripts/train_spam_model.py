@@ -54,9 +54,7 @@ def teacher_of(mails: Sequence[Mail], seed: int, folds: int = 5) -> list[float]:
         seen = [m for m in mails if fold[m.side] != f]
         vectors, model = linear_model([m.text for m in seen], [m.label for m in seen])
         rest = [i for i, m in enumerate(mails) if fold[m.side] == f]
-        for i, p in zip(
-            rest, model.predict_proba(vectors.transform([mails[i].text for i in rest]))[:, 1], strict=True
-        ):
+        for i, p in zip(rest, model.predict_proba(vectors.transform([mails[i].text for i in rest]))[:, 1], strict=True):
             out[i] = float(p)
     return out
 
@@ -93,10 +91,7 @@ def judge_samples(
     """The sample inputs of the package with what the model says; looked at after training only."""
     index = json.loads((folder / "index.json").read_text(encoding="utf-8"))
     spam = probabilities(model, tokenizer, [(folder / s["file"]).read_text(encoding="utf-8") for s in index])
-    return [
-        {**s, "spam": float(p), "said": "spam" if p > 0.5 else "ham"}
-        for s, p in zip(index, spam, strict=True)
-    ]
+    return [{**s, "spam": float(p), "said": "spam" if p > 0.5 else "ham"} for s, p in zip(index, spam, strict=True)]
 
 
 def zipped_size(folder: Path) -> int:
@@ -130,9 +125,7 @@ def measure(folder: Path, samples: Path, data: Split, seed: int, recipe: Recipe)
         "jaccard": JACCARD,
         "containment": CONTAINMENT,
         "highest_jaccard": assert_disjoint([*data.train, *data.validation], held),
-        "validation": accuracy(
-            probabilities(model, tokenizer, [m.text for m in data.validation]), data.validation
-        ),
+        "validation": accuracy(probabilities(model, tokenizer, [m.text for m in data.validation]), data.validation),
         "held_out": accuracy(cleaned, held),
         "confusion": confusion(cleaned, held),
         "raw": accuracy(raw, held),
@@ -168,9 +161,7 @@ def main() -> None:
     print(json.dumps(data.counts), len(data.train), len(data.validation), len(data.held_out), flush=True)
     assert_disjoint([*data.train, *data.validation], data.held_out)
     written = written_mails(1500, random.Random(args.seed))
-    tokenizer = train_tokenizer(
-        [*(m.text for m in data.train), *(w.text for w in written)], recipe.vocabulary
-    )
+    tokenizer = train_tokenizer([*(m.text for m in data.train), *(w.text for w in written)], recipe.vocabulary)
     teacher = teacher_of(data.train, args.seed)
     for model in train(data.train, teacher, data.validation, tokenizer, recipe, args.seed):
         save(args.out, model, tokenizer)  # after each epoch: a run cut short leaves a usable model

@@ -107,7 +107,8 @@ def test_the_same_text_gives_the_same_probability_in_capitals(model: Any, tokeni
 def test_card_has_its_parts() -> None:
     card = (MODEL / "README.md").read_text(encoding="utf-8")
     front = card.split("---")[1]
-    assert "license: apache-2.0" in front and "text-classification" in front
+    assert "license: apache-2.0" in front
+    assert "text-classification" in front
     for heading in ("Intended use and limits", "Data", "Held-out results", "Heaviest words"):
         assert f"\n## {heading}\n" in card
     words = card.partition("<!-- heaviest:start -->")[2].partition("<!-- heaviest:end -->")[0]
@@ -117,19 +118,15 @@ def test_card_has_its_parts() -> None:
 @pytest.mark.slow
 def test_held_out_accuracy(model: Any, tokenizer: Any) -> None:
     """At least 97 %, and what the card says, on the split the training script makes."""
-    data = (
-        Path(os.environ.get("ATTRACE_CACHE", Path.home() / ".cache" / "attrace"))
-        / "real"
-        / "spam"
-        / "spam.jsonl"
-    )
+    data = Path(os.environ.get("ATTRACE_CACHE", Path.home() / ".cache" / "attrace")) / "real" / "spam" / "spam.jsonl"
     if not data.is_file():
         pytest.skip(f"no data set at {data}; scripts/real_models.py --data spam prepares it")
     pytest.importorskip("sklearn")
     card = (MODEL / "README.md").read_text(encoding="utf-8")
     seed = re.search(r"Seed (\d+);", card)
     stated = re.search(r"\*\*Accuracy ([\d.]+) %\*\*", card)
-    assert seed and stated
+    assert seed
+    assert stated
     sys.path.insert(0, str(ROOT / "scripts"))
     try:
         from spam_data import prepare

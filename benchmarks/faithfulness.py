@@ -3,8 +3,9 @@
 
     python benchmarks/faithfulness.py [--json FILE] [--out docs/faithfulness-small.md]
 
-Two models: SmolLM2-135M on 25 short factual prompts (target: its own next token) and attrace's embedded
-spam classifier on held-out mails (target: the class it predicts).  Two ways to remove: `delete` takes
+Four models: SmolLM2-135M on 25 short factual prompts (target: its own next token), attrace's embedded spam
+classifier on held-out mails (the class it predicts), MiniLM on sentences (their vector) and rxnmapper's ALBERT
+on reactions (the answer at a mask).  Two ways to remove: `delete` takes
 tokens out of the sequence, `hide` leaves them in place and masks them from attention.  The table goes to
 standard output, progress to standard error.  Exit code 1 where a model or its data is not there.
 """
@@ -35,6 +36,8 @@ EMBEDDED = ROOT / "src" / "attrace" / "assets" / "spam"
 OPERATORS = ("delete", "hide")
 DRAWS = 8
 MAILS = 100
+SENTENCES = 25
+MODELS = ("smollm2", "spam", "minilm", "rxnmapper")
 MAIL_TOKENS = 128
 PROMPTS = (
     "The capital of France is",
@@ -182,6 +185,33 @@ def mails(model: Path, data: Path, seed: int) -> Iterator[Subject]:
     for mail in random.Random(seed).sample(held_out, min(MAILS, len(held_out))):
         text = cut(loaded.tokenizer, mail.text)
         yield ask(loaded, encode(loaded, text), "auto", detail=True)
+
+
+def sentences(folder: Path, samples: Path) -> Iterator[Subject]:
+    """One subject per paragraph of the sample mails; the target is the mean vector, the drop one of its cosine."""
+    from attrace.capture import huggingface
+    from attrace.capture.encoding import encode
+    from attrace.capture.text import ask
+
+    loaded = huggingface.load(folder)
+    mails = [path.read_text(encoding="utf-8") for path in sorted(samples.glob("*.txt"))]
+    for text in [part for mail in mails for part in mail.split("\n\n") if len(part.split()) >= 8][:SENTENCES]:
+        yield ask(loaded, encode(loaded, text), "auto", detail=True)
+
+
+def reactions(folder: Path, data: Path) -> Iterator[Subject]:
+    """One subject per reaction; its atom in the middle is masked, and the target is the model's answer there."""
+    from attrace.capture import huggingface
+    from attrace.capture.encoding import encode
+    from attrace.capture.text import ask
+
+    loaded = huggingface.load(folder)
+    for line in data.read_text(encoding="utf-8").splitlines():
+        text = json.loads(line)["reaction"]
+        whole = encode(loaded, text, truncate=True)
+        begin, end = whole.offsets[len(whole) * 3 // 4]
+        masked = text[:begin] + loaded.tokenizer.mask_token + text[end:]
+        yield ask(loaded, encode(loaded, masked, truncate=True), "auto", detail=True)
 
 
 def cut(tokenizer: Any, text: str) -> str:
@@ -337,9 +367,12 @@ def made_with() -> dict[str, Any]:
 def main(argv: Sequence[str] | None = None) -> int:
     cache = Path(os.environ.get("ATTRACE_CACHE") or Path.home() / ".cache" / "attrace") / "real"
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--models", nargs="+", choices=("smollm2", "spam"), default=["smollm2", "spam"])
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--smollm2", type=Path, default=cache / "smollm2", metavar="DIR")
     parser.add_argument("--spam", type=Path, default=EMBEDDED, metavar="DIR")
+    parser.add_argument("--minilm", type=Path, default=cache / "minilm", metavar="DIR")
+    parser.add_argument("--rxnmapper", type=Path, default=cache / "rxnmapper", metavar="DIR")
+    parser.add_argument("--reactions", type=Path, default=cache / "rxn" / "reactions.jsonl", metavar="FILE")
     parser.add_argument("--mails", type=Path, default=cache / "spam" / "spam.jsonl", metavar="FILE")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, metavar="FILE")
@@ -357,6 +390,20 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"Held-out mails, cut to {MAIL_TOKENS} tokens; the target is the class that the model predicts.",
             (args.spam / "config.json", args.mails),
             lambda: mails(args.spam, args.mails, args.seed),
+        ),
+        "minilm": (
+            "MiniLM, encoder without a head",
+            "Paragraphs of the sample mails; the target is the mean vector, and the drop one of its cosine with "
+            "the whole text's.",
+            (args.minilm / "config.json",),
+            lambda: sentences(args.minilm, EMBEDDED.parent / "samples"),
+        ),
+        "rxnmapper": (
+            "rxnmapper's ALBERT, masked",
+            "Chemical reactions with one token masked, three quarters of the way in; the target is the model's "
+            "answer at the mask.",
+            (args.rxnmapper / "config.json", args.reactions),
+            lambda: reactions(args.rxnmapper, args.reactions),
         ),
     }
     found, missing = [], False

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 LEAVE_ONE_OUT_LIMIT = 4e12
 """Multiply-adds that `auto` spends on leave-one-out: about half a minute on two CPU cores."""
+ALTI_LIMIT = 2e11
+"""The same for contributions, which are bound by memory and take about 20 seconds for as many."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,8 +112,10 @@ def explain(
         processor: the tokenizer, where `model` is an object.
         target: "auto" (the predicted class, the next token, the answer at the mask, the sentence vector),
             "class:LABEL", "class:INDEX", "next:TEXT", "token:POSITION", or a contrast "class:A~B", "next:A~B".
-        method: one of `method_names()`, or "auto": rollout for encoders; leave-one-out for causal models, where
-            rollout collapses onto the first token, and the last layer's attention where the text is too long.
+        method: one of `method_names()`, or "auto", what did best when the marked tokens were removed
+            (benchmarks/faithfulness.py): for encoders contribution-weighted rollout ("alti"), plain rollout where
+            the family is not known or the text long; for causal models, where rollout collapses onto the first
+            token, leave-one-out, and the last layer's attention where the text is long.
         layers: layer numbers to use, all by default; negative ones count from the end.
         heads: how heads are fused: "mean", "max", "min", a head's index, or a weight per head.
         residual: share of each position that stays with itself in every layer, 0 to 1.
@@ -141,7 +145,9 @@ def explain(
             progress("running the model", 0, 0)
         from attrace.capture.text import ask
 
-        subject = ask(loaded, encoding, target, detail=method == "alti")
+        subject = ask(
+            loaded, encoding, target, detail=method == "alti" or (method == "auto" and loaded.task != "causal")
+        )
         name, notes = _choose(method, subject, options)
         scores, more = _run(name, subject, options, progress)
     notes = [n for n in (encoding.note, *notes, *more) if n]
@@ -177,8 +183,23 @@ def _choose(method: str, subject: TextSubject, options: Options) -> tuple[str, l
     """The method to run, and what to say about the choice."""
     if method != "auto":
         return method, []
-    if subject.loaded.task != "causal":
+    choose = _for_causal if subject.loaded.task == "causal" else _for_encoder
+    return choose(subject, options)
+
+
+def _for_encoder(subject: TextSubject, options: Options) -> tuple[str, list[str]]:
+    trace = subject.trace
+    n, width = len(subject.encoding), subject.loaded.model.get_input_embeddings().embedding_dim
+    if not _heeds("alti", options):
         return "rollout", []
+    if any(op.block is None for op in trace.ops):
+        return "rollout", [f"Contributions are not known for the family {trace.family}: plain rollout is shown."]
+    if float(n * n * width) * sum(op.heads for op in trace.ops) > ALTI_LIMIT:
+        return "rollout", ["Contributions would take long on this text: plain rollout is shown; --method alti."]
+    return "alti", []
+
+
+def _for_causal(subject: TextSubject, options: Options) -> tuple[str, list[str]]:
     from attrace.methods.rollout import find_sink, rollout_values
 
     notes = []
@@ -190,14 +211,26 @@ def _choose(method: str, subject: TextSubject, options: Options) -> tuple[str, l
             "--method rollout shows it."
         )
     n = int((~subject.protected[: subject.question.length]).sum())
-    cost = float(_parameters(subject.loaded.model)) * n * n
-    if cost <= LEAVE_ONE_OUT_LIMIT:
+    affordable = float(_parameters(subject.loaded.model)) * n * n <= LEAVE_ONE_OUT_LIMIT
+    if affordable and _heeds("leave-one-out", options):
         return "leave-one-out", notes
-    notes.append(
-        f"Leave-one-out would take {n} passes over {n} tokens; the last layer's attention is shown instead. "
-        "--method leave-one-out takes the time."
-    )
-    return "last-layer", notes
+    if not affordable:
+        notes.append(
+            f"Leave-one-out would take {n} passes over {n} tokens; the last layer's attention is shown instead. "
+            "--method leave-one-out takes the time."
+        )
+    return "last-layer" if _heeds("last-layer", options) else "rollout", notes
+
+
+def _given(options: Options) -> set[str]:
+    """The options that are not as they are by default."""
+    return {f.name for f in fields(Options) if getattr(options, f.name) != f.default}
+
+
+def _heeds(name: str, options: Options) -> bool:
+    from attrace.methods.registry import method
+
+    return _given(options) <= set(method(name).uses)
 
 
 def _parameters(model: Any) -> int:
@@ -210,8 +243,7 @@ def _run(name: str, subject: TextSubject, options: Options, progress: Progress |
     from attrace.methods.registry import method
 
     chosen = method(name)
-    given = {f.name for f in fields(Options) if getattr(options, f.name) != f.default}
-    if unused := sorted(given - set(chosen.uses)):
+    if unused := sorted(_given(options) - set(chosen.uses)):
         raise InputError(
             f"Expected only options that {name} uses ({', '.join(chosen.uses) or 'none'}). Received: "
             f"{', '.join(unused)}. Leave them out, or name another method."

@@ -123,7 +123,7 @@ DATE = re.compile(
 COLLECTION = re.compile(
     r"\b\w*(?:spam-?assassin|zzzz|qqqq|sourceforge|freshrpms|rpmforge|forteana|jmason|egroups|netnote)\w*\b"
     r"|\b(?:ilug(?:-social)?|satalk|sadev|sacvs|sa-?talk|spambayes|razor-(?:users|list)|iiu|sightings|xent|yyyy"
-    r"|exmh(?:-(?:users|workers))?|rpm-(?:list|zzz)|lockergnome|zdnet|cnet|osdn|sf\.net|thinkgeek|newsisfree"
+    r"|exmh(?:-(?:users|workers))?|rpm-(?:list|zzz)|lockergnome|gnome-?report|zdnet|cnet|osdn|sf\.net|thinkgeek|newsisfree"
     r"|xxxx+|neteze|webmaster|fork(?:ers?|ed|ing)?)\b",
     re.IGNORECASE,
 )

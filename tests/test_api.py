@@ -44,13 +44,14 @@ def test_classifier(models: dict[str, Path]) -> None:
     assert result.target.label == ["ham", "spam", "A~B"][int(own.argmax())]
     assert result.target.probability == pytest.approx(float(own.max()), abs=1e-6)
     assert [p.probability for p in result.predictions] == sorted(own.tolist(), reverse=True)
-    assert (result.method, result.signed) == ("rollout", False)
+    assert (result.method, result.signed) == ("alti", False)
     assert whole(result) == pytest.approx(1, abs=1e-5)
     assert [w.text for w in result.words] == TEXT.split()
     assert result.tokens[0].special
     assert result.tokens[0].text == "[CLS]"
     # BERT's head reads the class token alone: the row of the rollout is row 0
     trace = attrace.trace(model, **tokenizer(TEXT, return_tensors="pt"))
+    result = attrace.explain(models["classifier"], TEXT, method="rollout")
     np.testing.assert_allclose(result.scores, trace.rollout(target=0)[0].numpy(), atol=1e-6)
 
 
@@ -153,7 +154,7 @@ def test_masked(models: dict[str, Path]) -> None:
     result = attrace.explain(models["masked"], "The capital of [MASK] is Paris")
     assert result.target.kind == "token"
     assert result.tokens[result.target.position or 0].text == "[MASK]"
-    assert result.method == "rollout"
+    assert result.method == "alti"
     removed = attrace.explain(models["masked"], "The capital of [MASK] is Paris", method="leave-one-out")
     assert removed.scores[result.target.position or 0] == 0
     at = attrace.explain(models["masked"], TEXT, target="token:2")
@@ -168,6 +169,7 @@ def test_encoder(models: dict[str, Path]) -> None:
     model, tokenizer = plain(models["encoder"], "AutoModel")
     inputs = tokenizer(TEXT, return_tensors="pt")
     n = inputs["input_ids"].shape[1]
+    result = attrace.explain(models["encoder"], TEXT, method="rollout")
     rollout = attrace.trace(model, **inputs).rollout()[0].mean(0).numpy()
     np.testing.assert_allclose(result.scores, rollout, atol=1e-6)
     removed = attrace.explain(models["encoder"], TEXT, method="leave-one-out")
@@ -215,12 +217,13 @@ def test_a_model_object_is_left_as_it_was(models: dict[str, Path]) -> None:
 
 
 def test_options_change_what_they_say(models: dict[str, Path]) -> None:
-    base = attrace.explain(models["classifier"], TEXT)
+    base = attrace.explain(models["classifier"], TEXT, method="rollout")
     for options in ({"residual": 0.9}, {"heads": "max"}, {"heads": 1}, {"layers": [-1]}, {"discard": 0.5}):
-        other = attrace.explain(models["classifier"], TEXT, **options)
+        other = attrace.explain(models["classifier"], TEXT, method="rollout", **options)
         assert not np.allclose(other.scores, base.scores, atol=1e-4), options
         assert whole(other) == pytest.approx(1, abs=1e-5)
     still = attrace.explain(models["classifier"], TEXT, residual=1.0)
+    assert still.method == "rollout"  # contributions have no residual to set
     np.testing.assert_allclose(still.scores, np.eye(len(base.tokens))[0], atol=1e-6)
     with pytest.raises(errors.InputError, match=r"leave-one-out uses \(none\).*layers"):
         attrace.explain(models["classifier"], TEXT, method="leave-one-out", layers=[0])

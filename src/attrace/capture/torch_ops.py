@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from attrace.errors import CaptureError, InputError, NonFiniteError, ShapeError
-from attrace.ops.attention.rows import CHUNK, blocks, contract, weight_rows, working_dtype
+from attrace.ops.attention.rows import blocks, contract, weight_rows, working_dtype
 from attrace.ops.heads import CheckedHeads, check_heads, fuse_heads
 from attrace.types import Heads
 
@@ -83,8 +83,7 @@ class TorchAttention:
     def matvec(self, x: Tensor, *, heads: Heads = "mean") -> Tensor:
         """Fused map times x: (B, T) -> (B, Q), or (B, T, M) -> (B, Q, M), in x's dtype."""
         columns = self._columns(x, self.shape[3], "keys")
-        few = columns.shape[2] <= CHUNK  # many columns are a matrix product, which adds up in blocks by itself
-        parts = [contract(fused, columns) if few else fused @ columns for fused in self._fused_blocks(heads)]
+        parts = [contract(fused, columns) for fused in self._fused_blocks(heads)]
         product = self._sound(torch.cat(parts, dim=1)).to(x.dtype)
         return product.squeeze(-1) if x.ndim == 2 else product
 

@@ -2,21 +2,22 @@
 
 A dispatch mode sees the operators below autograd.  A fused kernel's call is recorded by its arguments; an unfused
 one by its softmax, once that softmax is multiplied with values: what a call is decides, not what its module is
-named.  Global module hooks tell which module is running.  Both belong to the recording thread alone and are gone
-when the block ends, also after an error in the model.
+named.  The call stack tells which module it is.  All of it belongs to the recording thread alone and is gone when
+the block ends, also after an error in the model.
 """
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import enable_reentrant_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -49,6 +50,12 @@ CARRIERS = {
     aten.nan_to_num.default,
 }
 PRODUCTS = {aten.bmm.default, aten.baddbmm.default}
+PARTS: dict[Any, str] = {
+    **dict.fromkeys(FUSED, "fused"),
+    **dict.fromkeys(SOFTMAX, "softmax"),
+    **dict.fromkeys(PRODUCTS, "product"),
+    **dict.fromkeys(CARRIERS, "carrier"),
+}
 
 
 def storage_of(tensor: Tensor) -> int:
@@ -75,26 +82,32 @@ class Recorder(TorchDispatchMode):
         self._values = blocks is not None
         self._thread = threading.get_ident()
         self._names = {id(module): name or type(model).__name__ for name, module in model.named_modules()}
-        self._running: list[str] = []
+        self._running = False
         self._batch: int | None = None
         self._pending: dict[int, PendingSoftmax] = {}
 
     # Which module runs
 
-    def enter_module(self, module: nn.Module, _args: Any) -> None:
-        name = self._names.get(id(module))
-        if name is not None and threading.get_ident() == self._thread:
-            self._running.append(name)
+    def _module(self) -> str:
+        """The innermost module of the model on the call stack, by the first argument of its functions.
 
-    def leave_module(self, module: nn.Module, _args: Any, _output: Any) -> None:
-        if id(module) in self._names and threading.get_ident() == self._thread and self._running:
-            self._running.pop()
+        Looked up for attention calls alone: hooks on every module would cost more than the rest of the recorder,
+        switch off the fast paths that check for hooks, and run in other threads.
+        """
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None:
+            if frame.f_code.co_argcount:
+                first = frame.f_locals.get(frame.f_code.co_varnames[0])
+                if (name := self._names.get(id(first))) is not None:
+                    return name
+            frame = frame.f_back
+        return self._trace.model
 
-    def enter_model(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
+    def enter_model(self, _model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
         # Another thread may run the same model while this hook is taken away, and then call it without kwargs.
         if threading.get_ident() != self._thread or kwargs is None:
             return
-        self._running[:] = [self._names[id(model)]]  # a call that an error cut short leaves names behind
+        self._running = True
         self._pending.clear()
         tensors = [v for v in (*args, *kwargs.values()) if isinstance(v, Tensor) and v.ndim]
         self._batch = tensors[0].shape[0] if tensors else None
@@ -102,6 +115,7 @@ class Recorder(TorchDispatchMode):
 
     def leave_model(self, _model: nn.Module, _args: Any, output: Any) -> None:
         if threading.get_ident() == self._thread:
+            self._running = False
             self._pending.clear()
             self._trace.output = output
 
@@ -112,18 +126,20 @@ class Recorder(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        if self._running:
-            if func in FUSED:
-                with enable_reentrant_dispatch():  # so that detached tensors share their version counters
-                    self._fused(func, args, kwargs)
-            elif func in SOFTMAX:
-                self._softmax(args, out)
-            elif self._pending:
-                if func in PRODUCTS:
-                    with enable_reentrant_dispatch():
-                        self._product(args)
-                elif func in CARRIERS:
-                    self._carry(args, out)
+        # Every operator of the model comes by here: one look-up decides.
+        part = PARTS.get(func)
+        if part is None or not self._running:
+            return out
+        if part == "fused":
+            with enable_reentrant_dispatch():  # so that detached tensors share their version counters
+                self._fused(func, args, kwargs)
+        elif part == "softmax":
+            self._softmax(args, out)
+        elif self._pending and part == "product":
+            with enable_reentrant_dispatch():
+                self._product(args)
+        elif self._pending:
+            self._carry(args, out)
         return out
 
     def _fused(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -132,7 +148,7 @@ class Recorder(TorchDispatchMode):
         bias = kwargs.get("attn_mask") if bias_at is None else args[bias_at]
         self._record(
             QueryKeyAttention(
-                name=self._running[-1],
+                name=self._module(),
                 layer=len(self._trace.ops),
                 shape=(query.shape[0], query.shape[1], query.shape[2], key.shape[2]),
                 value=value.detach() if self._values else None,
@@ -147,7 +163,7 @@ class Recorder(TorchDispatchMode):
     def _softmax(self, args: tuple[Any, ...], out: Tensor) -> None:
         dim = args[1]
         if out.ndim >= 3 and dim in (-1, out.ndim - 1):
-            self._pending[storage_of(out)] = PendingSoftmax(out.detach(), self._running[-1], [])
+            self._pending[storage_of(out)] = PendingSoftmax(out.detach(), self._module(), [])
 
     def _carry(self, args: tuple[Any, ...], out: Any) -> None:
         result = out[0] if isinstance(out, tuple) else out
@@ -226,10 +242,8 @@ def record(model: nn.Module, *, values: bool = False) -> Iterator[Trace]:
         for handle in blocks.watch() if blocks else ():
             undo.callback(handle.remove)
         handles = (
-            register_module_forward_pre_hook(recorder.enter_module),
-            register_module_forward_hook(recorder.leave_module, always_call=True),
             model.register_forward_pre_hook(recorder.enter_model, with_kwargs=True, prepend=True),
-            model.register_forward_hook(recorder.leave_model, prepend=True),
+            model.register_forward_hook(recorder.leave_model, prepend=True, always_call=True),
         )
         for handle in handles:
             undo.callback(handle.remove)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -106,25 +106,37 @@ class Trace:
             check_heads(heads, op.heads)
         changed = discard > 0 or heads in ("max", "min")
         mixing = Mixing(heads, residual, changed if normalize is None else normalize, discard, self.valid)
-        batch, _, n, _ = ops[0].shape
-        top = ops[-1]
-        # What is carried from layer to layer is float64 where the device has it; the result is as the weights are.
-        wide = top.dtype if top.device.type == "mps" else torch.float64
-        eye = torch.eye(n, dtype=wide, device=top.device).expand(batch, n, n)
-        if target is not None:
-            if isinstance(target, Tensor | np.ndarray) and torch.as_tensor(target).is_floating_point():
-                start = _start_row(torch.as_tensor(target), batch, n).to(top.device, top.dtype)
-                return target_rows(ops, start[..., None], mixing, tolerance=tolerance).squeeze(-1)
-            at, single = check_positions("target", target, n)
-            rows = target_rows(ops, eye[..., at], mixing, tolerance=tolerance)
-            return rows.squeeze(-1) if single else rows.transpose(1, 2)
-        if source is not None:
-            at, single = check_positions("source", source, n)
-            columns = source_columns(ops, eye[..., at], mixing)
-            return columns.squeeze(-1) if single else columns.transpose(1, 2)
+        start, ask, single = self._question(ops[-1], target, source, segments)
+        if ask == "target":
+            answer = target_rows(ops, start, mixing, tolerance=tolerance)
+        else:
+            answer = source_columns(ops, start, mixing)
+        answer = answer.to(ops[-1].dtype)
+        if single:
+            return answer.squeeze(-1)
+        return answer.transpose(1, 2) if ask in ("target", "source") else answer
+
+    def _question(
+        self, op: TorchAttention, target: Any, source: Any, segments: Any
+    ) -> tuple[Tensor, Literal["target", "source", "segments", "map"], bool]:
+        """The vectors to start from, (B, n, M), which question they ask, and whether M is to be dropped.
+
+        What is carried from layer to layer is float64 where the device has it, for vectors; a whole map is float32.
+        """
+        batch, _, n, _ = op.shape
+        whole = target is None and source is None and segments is None
+        wide = op.dtype if whole or op.device.type == "mps" else torch.float64
+        eye = torch.eye(n, dtype=wide, device=op.device).expand(batch, n, n)
+        if whole:
+            return eye, "map", False
         if segments is not None:
-            return source_columns(ops, _indicators(segments, eye), mixing)
-        return source_columns(ops, eye, mixing)
+            return _indicators(segments, eye), "segments", False
+        if isinstance(target, Tensor | np.ndarray) and torch.as_tensor(target).is_floating_point():
+            row = _start_row(torch.as_tensor(target), batch, n).to(op.device, wide)
+            return row[..., None], "target", True
+        ask: Literal["target", "source"] = "target" if source is None else "source"
+        at, single = check_positions(ask, target if source is None else source, n)
+        return eye[..., at], ask, single
 
     def contributions(self) -> Trace:
         """The run with each attention block's contributions in the place of its maps: one head, rows sum to one.

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from attrace.ops.attention.rows import contract
 from attrace.ops.namespace import framework_of
 from attrace.ops.rollout.discard import drop_smallest
 from attrace.types import AttentionOp, Heads
@@ -58,15 +59,19 @@ class Layer:
 
     def _attend(self, x: Tensor) -> Tensor:
         if self.mixing.discard:
-            return self._kept() @ x
+            return self._times(self._kept(), x)
         product: Tensor = self.op.matvec(x, heads=self.mixing.heads)
         return product
 
     def _attend_back(self, r: Tensor) -> Tensor:
         if self.mixing.discard:
-            return self._kept().transpose(1, 2) @ r
+            return self._times(self._kept().transpose(1, 2), r)
         product: Tensor = self.op.rmatvec(r, heads=self.mixing.heads)
         return product
+
+    @staticmethod
+    def _times(fused: Tensor, x: Tensor) -> Tensor:
+        return contract(fused, x.to(fused.dtype)).to(x.dtype)
 
     def _kept(self) -> Tensor:
         """The fused map, (B, n, n), without its smallest cells."""

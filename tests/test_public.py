@@ -13,8 +13,14 @@ from types import ModuleType
 import pytest
 
 import attrace
+from attrace.errors import MissingDependencyError
 
-DOCUMENTED = ["attrace.ops.heads", "attrace.ops.rollout.arrays", "attrace.ops.rollout.naive"]
+SOURCE = Path(attrace.__file__).parent
+DOCUMENTED = sorted(
+    ".".join(("attrace", *path.relative_to(SOURCE).with_suffix("").parts)).removesuffix(".__init__")
+    for path in SOURCE.rglob("*.py")
+    if ">>> " in path.read_text(encoding="utf-8")
+)
 
 
 def test_the_list_and_the_namespace_are_the_same() -> None:
@@ -69,5 +75,16 @@ else:
 @pytest.mark.parametrize("name", DOCUMENTED)
 def test_examples_in_docstrings(name: str) -> None:
     found = doctest.testmod(importlib.import_module(name))
-    assert found.attempted > 0
+    assert found.attempted
     assert found.failed == 0
+
+
+def test_a_missing_framework_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Public names that need PyTorch say which extra brings it."""
+    for name in [m for m in sys.modules if m.startswith("attrace.capture")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "torch", None)
+    for name in ("trace", "record", "Trace"):
+        monkeypatch.delitem(vars(attrace), name, raising=False)
+        with pytest.raises(MissingDependencyError, match=r"pip install 'attrace\[torch\]'"):
+            getattr(attrace, name)

@@ -30,12 +30,25 @@ __all__ = ["Trace", "explain", "load", "record", "rollout", "torch", "trace"]
 
 def __getattr__(name: str) -> Any:
     if name in _NAMES:
-        value = getattr(import_module(_NAMES[name]), name)
+        value = getattr(_module(name), name)
         globals()[name] = value
         return value
     if name in _MODULES:
         return import_module(f"attrace.{name}")
     raise AttributeError(f"module 'attrace' has no attribute {name!r}")
+
+
+def _module(name: str) -> Any:
+    try:
+        return import_module(_NAMES[name])
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        from attrace.errors import MissingDependencyError
+
+        raise MissingDependencyError(
+            f"Expected PyTorch for attrace.{name}. Received: {error}. Install it with: pip install 'attrace[torch]'"
+        ) from None
 
 
 def __dir__() -> list[str]:

@@ -84,8 +84,8 @@ def contributions(
     >>> half = np.full((1, 1, 2, 2), 0.5)
     >>> x = np.array([[[1.0, 0.0], [0.0, 1.0]]])
     >>> contributions(half, x[:, None], np.eye(2), residual=x)[0].round(2)
-    array([[1., 0.],
-           [0., 1.]])
+    array([[0.75, 0.25],
+           [0.25, 0.75]])
     """
     parts, output = transformed(weights, value, projection, residual=residual, bias=bias, norm=norm)
     distance = np.abs(output[:, :, None] - parts).sum(axis=-1)

@@ -3,7 +3,7 @@
 
     python scripts/spam_heaviest_words.py --data DIR/spam/spam.jsonl --model src/attrace/assets/spam --seed 0
 
-Two rankings.  Attention says how much of the class token's rollout a word gets, but not which way it pushes;
+Two rankings, both by attrace itself: the default method says how much a word counted, but not which way it pushes;
 leaving a word out says which way, and by how much.
 """
 
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import textwrap
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,42 +24,18 @@ from spam_card import replace_heaviest
 from spam_data import Mail, prepare
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+import attrace
+
 LABELS = ("ham", "spam")
-WORD = re.compile(r"[^\W_]+(?:'[^\W_]+)?|[^\w\s]|_")
 MIN_THREADS = 6  # a word must stand in as many threads (subjects) to be ranked
 TOKENS = 256  # mails are read this far here
+REMOVAL_TOKENS = 96
 STOP_AT = 20
 
 
-def attribute(model: Any, tokenizer: Any, text: str) -> list[tuple[str, float]]:
-    """(word, share) for the words of the text: attention rollout of the class token.  The one call to
-    replace.
-    """
-    batch = tokenizer(text, truncation=True, max_length=TOKENS, return_tensors="pt", return_offsets_mapping=True)
-    offsets = batch.pop("offset_mapping")[0].tolist()
-    with torch.no_grad():
-        maps = model(**batch, output_attentions=True).attentions
-    row = torch.zeros(len(offsets))
-    row[0] = 1.0
-    for layer in reversed(maps):
-        row = 0.5 * row + 0.5 * row @ layer[0].mean(0)
-    return by_word(text, offsets, row.tolist())
-
-
-def by_word(text: str, offsets: Sequence[Sequence[int]], scores: Sequence[float]) -> list[tuple[str, float]]:
-    """Sum token scores over the words of the text they lie in."""
-    words = [(m.start(), m.end()) for m in WORD.finditer(text)]
-    total = [0.0] * len(words)
-    at = 0
-    for (begin, end), score in zip(offsets, scores, strict=True):
-        if begin == end:
-            continue  # special tokens
-        while at < len(words) and words[at][1] <= begin:
-            at += 1
-        if at < len(words) and words[at][0] <= begin:
-            total[at] += score
-    last = max((end for _, end in offsets), default=0)
-    return [(text[b:e], s) for (b, e), s in zip(words, total, strict=True) if e <= last]
+def attribute(model: Any, tokenizer: Any, text: str, **asked: str) -> attrace.Explanation:
+    """The tool itself, on the part of the text that is read here."""
+    return attrace.explain(model, text, processor=tokenizer, truncate=True, **asked)
 
 
 def is_word(word: str) -> bool:
@@ -68,18 +43,18 @@ def is_word(word: str) -> bool:
     return len(word) > 1 and word.isalpha()
 
 
-def rollout_table(model: Any, tokenizer: Any, mails: Iterable[Mail]) -> list[list[tuple[str, float, int]]]:
+def share_table(model: Any, tokenizer: Any, mails: Iterable[Mail]) -> list[list[tuple[str, float, int]]]:
     """Per predicted class: (word, mean weight, threads), heaviest first; the average word weighs 1."""
     weight: list[dict[str, list[float]]] = [defaultdict(list), defaultdict(list)]
     spread: list[dict[str, set[int]]] = [defaultdict(set), defaultdict(set)]
     for mail in mails:
-        pairs = attribute(model, tokenizer, mail.text)
-        label = int(log_odds(model, tokenizer, [mail.text])[0] > 0)
-        scale = len(pairs) / max(sum(s for _, s in pairs), 1e-12)
-        for word, score in pairs:
-            if is_word(word):
-                weight[label][word.lower()].append(scale * score)
-                spread[label][word.lower()].add(mail.side)
+        found = attribute(model, tokenizer, head(tokenizer, mail.text, TOKENS))
+        label = LABELS.index(found.target.label)
+        scale = len(found.words) / max(sum(word.share for word in found.words), 1e-12)
+        for word in found.words:
+            if is_word(word.text):
+                weight[label][word.text.lower()].append(scale * word.share)
+                spread[label][word.text.lower()].add(mail.side)
     return [ranked({w: float(np.mean(v)) for w, v in weight[y].items()}, spread[y]) for y in (0, 1)]
 
 
@@ -88,66 +63,51 @@ def ranked(score: Mapping[str, float], threads: Mapping[str, set[int]]) -> list[
     return sorted(kept, key=lambda r: (-r[1], r[0]))[:STOP_AT]
 
 
-@torch.no_grad()
-def log_odds(model: Any, tokenizer: Any, texts: Sequence[str]) -> np.ndarray:
-    """Log P(spam) / P(ham) of each text."""
-    out = []
-    for at in range(0, len(texts), 64):
-        batch = tokenizer(
-            list(texts[at : at + 64]), truncation=True, max_length=TOKENS, padding=True, return_tensors="pt"
-        )
-        logits = model(**batch).logits
-        out.append((logits[:, 1] - logits[:, 0]).numpy())
-    return np.concatenate(out)
-
-
 def head(tokenizer: Any, text: str, tokens: int) -> str:
     """The text up to its first `tokens` tokens."""
     offsets = tokenizer(text, truncation=True, max_length=tokens, return_offsets_mapping=True)["offset_mapping"]
     return text[: max(end for _, end in offsets)]
 
 
-def removal_table(
-    model: Any, tokenizer: Any, mails: Iterable[Mail], tokens: int = 96
-) -> list[list[tuple[str, float, int]]]:
+def removal_table(model: Any, tokenizer: Any, mails: Iterable[Mail]) -> list[list[tuple[str, float, int]]]:
     """Per class: (word, mean fall of that class's log-odds when the word is left out of a mail, threads)."""
     fall: dict[str, list[float]] = defaultdict(list)
     spread: dict[str, set[int]] = defaultdict(set)
     for mail in mails:
-        text = head(tokenizer, mail.text, tokens)
-        words = sorted({m[0].lower() for m in WORD.finditer(text) if is_word(m[0])})
-        without = [re.sub(rf"(?i)(?<!\w){re.escape(w)}(?!\w)", " ", text) for w in words]
-        full, *rest = log_odds(model, tokenizer, [text, *without])
-        for word, left in zip(words, rest, strict=True):
-            fall[word].append(float(full - left))
-            spread[word].add(mail.side)
+        text = head(tokenizer, mail.text, REMOVAL_TOKENS)
+        found = attribute(model, tokenizer, text, target="class:spam~ham", method="leave-one-out")
+        for word in found.words:
+            if is_word(word.text):
+                fall[word.text.lower()].append(word.score)
+                spread[word.text.lower()].add(mail.side)
     mean = {w: float(np.mean(v)) for w, v in fall.items()}
     return [ranked({w: -s for w, s in mean.items()}, spread), ranked(mean, spread)]
 
 
 def section(
-    rollout: Sequence[Sequence[tuple[str, float, int]]],
+    shares: Sequence[Sequence[tuple[str, float, int]]],
     removal: Sequence[Sequence[tuple[str, float, int]]],
     mails: int,
     few: int,
 ) -> str:
     """The card's section in Markdown."""
-    intro = f"""On the {mails} held-out mails, words that stand in at least {MIN_THREADS} threads.
-        *Attention* is the mean weight of the word in the rollout of the class token, over the mails called
-        that class (1 = the mail's average word); it has no sign, so a word may rank in both classes. *Left
-        out* is how much of the class's log-odds goes when the word is deleted from a mail, the mean over
-        the heads of {few} of the mails (all spam, every fourth ham)."""
+    intro = f"""On the {mails} held-out mails, words that stand in at least {MIN_THREADS} threads, found with
+        attrace itself. *Share* is the mean weight of the word in `attrace.explain` with its default method, over the
+        mails called that class (1 = the mail's average word); it has no sign, so a word may rank in both classes.
+        *Left out* is how much of the class's log-odds goes when the word's tokens are left out one by one (`--method
+        leave-one-out --target class:spam~ham`), the mean over the heads of {few} of the mails (all spam, every fourth
+        ham)."""
     lines = textwrap.fill(" ".join(intro.split()), 110).split("\n")
     for y, name in enumerate(LABELS):
         lines += [
             "",
             f"**{name}**",
             "",
-            "| | attention | weight | threads | left out | log-odds | threads |",
+            "| | share | weight | threads | left out | log-odds | threads |",
             "| ---: | --- | ---: | ---: | --- | ---: | ---: |",
         ]
         for i in range(STOP_AT):
-            a = rollout[y][i] if i < len(rollout[y]) else ("", 0.0, 0)
+            a = shares[y][i] if i < len(shares[y]) else ("", 0.0, 0)
             b = removal[y][i] if i < len(removal[y]) else ("", 0.0, 0)
             lines.append(f"| {i + 1} | {a[0]} | {a[1]:.2f} | {a[2]} | {b[0]} | {b[1]:+.2f} | {b[2]} |")
     return "\n".join(lines)
@@ -158,17 +118,14 @@ def main() -> None:
     cache = Path(os.environ.get("ATTRACE_CACHE", Path.home() / ".cache" / "attrace"))
     parser.add_argument("--data", type=Path, default=cache / "real" / "spam" / "spam.jsonl")
     parser.add_argument("--model", type=Path, default=Path("src/attrace/assets/spam"))
-    parser.add_argument("--seed", type=int, default=0, help="of the training run, for the same split")
+    parser.add_argument("--seed", type=int, default=1, help="of the training run, for the same split")
     args = parser.parse_args()
     torch.set_num_threads(2)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
-    eager = AutoModelForSequenceClassification.from_pretrained(
-        args.model, dtype=torch.float32, attn_implementation="eager"
-    ).eval()
-    fused = AutoModelForSequenceClassification.from_pretrained(args.model, dtype=torch.float32).eval()
+    model = AutoModelForSequenceClassification.from_pretrained(args.model, dtype=torch.float32).eval()
     held = prepare(args.data, args.seed).held_out
     few = [*(m for m in held if m.label), *[m for m in held if not m.label][::4]]
-    text = section(rollout_table(eager, tokenizer, held), removal_table(fused, tokenizer, few), len(held), len(few))
+    text = section(share_table(model, tokenizer, held), removal_table(model, tokenizer, few), len(held), len(few))
     card = args.model / "README.md"
     card.write_text(replace_heaviest(card.read_text(encoding="utf-8"), text), encoding="utf-8")
     print(text)

@@ -34,8 +34,8 @@ class Recipe:
     heads: int = 4
     inner: int = 512
     dropout: float = 0.1
-    epochs: int = 13
-    masked_epochs: int = 8  # of these, the first ones mask words and learn to fill them in
+    epochs: int = 24
+    masked_epochs: int = 13  # of these, the first ones mask words and learn to fill them in
     masked_share: float = 0.15
     masked_weight: float = 0.5
     word_dropout: float = 0.1
@@ -44,7 +44,7 @@ class Recipe:
     rate: float = 1.0e-3
     warmup: float = 0.06
     decay: float = 0.02
-    average: float = 0.995
+    average: float = 0.998
     batch_tokens: int = 4096
     written: int = 500  # project-written mails drawn anew each epoch
 

@@ -44,15 +44,23 @@ def linear_model(texts: Sequence[str], labels: Sequence[int]) -> tuple[TfidfVect
     return vectors, LogisticRegression(C=30.0, max_iter=1000).fit(vectors.fit_transform(texts), labels)
 
 
+def teacher_model(texts: Sequence[str], labels: Sequence[int]) -> tuple[TfidfVectorizer, LogisticRegression]:
+    """A stronger linear model, on runs of characters: it sees spellings that words hide."""
+    vectors = TfidfVectorizer(analyzer="char_wb", ngram_range=(3, 5), sublinear_tf=True, min_df=3, max_features=200_000)
+    return vectors, LogisticRegression(C=50.0, max_iter=300, solver="liblinear").fit(
+        vectors.fit_transform(texts), labels
+    )
+
+
 def teacher_of(mails: Sequence[Mail], seed: int, folds: int = 5) -> list[float]:
-    """P(spam) from baselines that have not seen the mail's side group: softens the targets of odd mails."""
+    """P(spam) from linear models that have not seen the mail's side group: softens the targets of odd mails."""
     sides = sorted({m.side for m in mails})
     random.Random(seed).shuffle(sides)
     fold = {s: i % folds for i, s in enumerate(sides)}
     out = [0.0] * len(mails)
     for f in range(folds):
         seen = [m for m in mails if fold[m.side] != f]
-        vectors, model = linear_model([m.text for m in seen], [m.label for m in seen])
+        vectors, model = teacher_model([m.text for m in seen], [m.label for m in seen])
         rest = [i for i, m in enumerate(mails) if fold[m.side] == f]
         for i, p in zip(rest, model.predict_proba(vectors.transform([mails[i].text for i in rest]))[:, 1], strict=True):
             out[i] = float(p)
@@ -146,7 +154,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, default=cache / "real" / "spam" / "spam.jsonl")
     parser.add_argument("--out", type=Path, default=Path("src/attrace/assets/spam"))
     parser.add_argument("--samples", type=Path, default=Path("src/attrace/assets/samples"))
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--epochs", type=int, default=Recipe.epochs)
     args = parser.parse_args()
 

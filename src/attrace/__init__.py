@@ -6,6 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from attrace.api import Explanation as Explanation
     from attrace.api import explain as explain
     from attrace.api import load as load
     from attrace.capture.torch_recorder import record as record
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 
 # Public name -> the module it is taken from when first used: `import attrace` loads no framework.
 _NAMES = {
+    "Explanation": "attrace.api",
     "Trace": "attrace.capture.trace",
     "explain": "attrace.api",
     "load": "attrace.api",
@@ -25,7 +27,7 @@ _NAMES = {
 # Public modules that need a framework.
 _MODULES = ("torch",)
 
-__all__ = ["Trace", "explain", "load", "record", "rollout", "torch", "trace"]
+__all__ = ["Explanation", "Trace", "explain", "load", "record", "rollout", "torch", "trace"]
 
 
 def __getattr__(name: str) -> Any:

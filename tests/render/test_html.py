@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from attrace.errors import NonFiniteError
-from attrace.render.escapes import visible, visible_label
+from attrace.escapes import visible, visible_label
 from attrace.render.files import write_text
 from attrace.render.html import direction, to_html
 from attrace.render.palette import INK, STEPS, Palette, contrast

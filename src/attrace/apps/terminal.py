@@ -7,12 +7,12 @@ import json
 import os
 import sys
 import threading
-import unicodedata
 from collections.abc import Iterable, Iterator
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from attrace.errors import OutputError
+from attrace.escapes import visible
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -20,22 +20,13 @@ if TYPE_CHECKING:
 
 PATIENCE = 1.0
 """Seconds before a progress bar appears."""
-_HIDDEN = {"Cc", "Cf", "Cs", "Zl", "Zp"}
-"""Unicode categories that act on a terminal or cannot be seen: controls, formats, surrogates, separators."""
-
-
-def visible(text: str) -> str:
-    """The text with each control or invisible character as an escape; line feeds stay."""
-    return "".join(
-        c if c == "\n" or unicodedata.category(c) not in _HIDDEN else c.encode("unicode_escape").decode() for c in text
-    )
 
 
 def tell(kind: str, message: str) -> None:
     """Print "kind: message" on standard error; lines after the first are indented to match."""
     if sys.stderr is None:
         return
-    text = f"\n{' ' * (len(kind) + 2)}".join(visible(message).splitlines())
+    text = f"\n{' ' * (len(kind) + 2)}".join(visible(line) for line in message.split("\n"))
     with contextlib.suppress(OSError):  # nobody is left to be told
         print(f"{kind}: {text}", file=sys.stderr, flush=True)
 

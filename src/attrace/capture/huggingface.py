@@ -200,12 +200,6 @@ def _check_folder(folder: Path) -> None:
             f"Expected a model of the transformers library. Received: {str(folder)!r}, which brings code of its own "
             "(auto_map in config.json); attrace never runs such code. Load it yourself and give the object."
         )
-    if not any(any(folder.glob(pattern)) for pattern in VOCABULARIES):
-        # transformers would make up a tokenizer that knows no word.
-        raise ModelError(
-            f"Expected a tokenizer in {str(folder)!r}: tokenizer.json or a vocabulary. Received: none. Save it there "
-            "with tokenizer.save_pretrained(folder)."
-        )
     weights = sorted(folder.glob("*.safetensors"))
     if not weights:
         pickled = sorted(p.name for pattern in PICKLES for p in folder.glob(pattern))
@@ -217,6 +211,12 @@ def _check_folder(folder: Path) -> None:
         raise ModelError(f"Expected weights as *.safetensors in {str(folder)!r}. Received: no weight file.")
     for path in weights:
         _check_header(path)
+    if not any(any(folder.glob(pattern)) for pattern in VOCABULARIES):
+        # transformers would make up a tokenizer that knows no word.
+        raise ModelError(
+            f"Expected a tokenizer in {str(folder)!r}: tokenizer.json or a vocabulary. Received: none. Save it there "
+            "with tokenizer.save_pretrained(folder)."
+        )
 
 
 def _check_header(path: Path) -> None:

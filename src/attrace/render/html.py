@@ -11,7 +11,7 @@ from functools import lru_cache
 from importlib.resources import files
 from typing import TYPE_CHECKING, Literal
 
-from attrace.render.escapes import visible
+from attrace.escapes import visible
 from attrace.render.palette import DEFAULT, INK, PAGE, STEPS, Palette, Scheme, accent, background, step
 from attrace.render.scene import Scene, Segment, Unit, Units, build_scene
 from attrace.types import Attribution

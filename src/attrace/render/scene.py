@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from attrace.errors import InputError
+from attrace.escapes import visible, visible_characters, visible_label
 from attrace.render.check import check
-from attrace.render.escapes import visible, visible_characters, visible_label
 from attrace.types import Attribution, Target
 
 Units = Literal["words", "tokens"]

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attrace.render.escapes import visible, visible_characters, visible_label
+from attrace.escapes import visible, visible_characters, visible_label
 
 
 @pytest.mark.parametrize(

@@ -20,9 +20,6 @@ PACKAGE = Path(attrace.__file__).parent
 START = "import sys; from attrace.apps.cli import main; sys.argv[0] = 'attrace'; main()"
 
 pytestmark = pytest.mark.slow
-embedded = pytest.mark.skipif(
-    not (PACKAGE / "assets" / "spam" / "config.json").is_file(), reason="no embedded model in the package yet"
-)
 
 
 def attrace_process(*arguments: str | Path, **settings: str) -> subprocess.CompletedProcess[str]:
@@ -37,7 +34,6 @@ def attrace_process(*arguments: str | Path, **settings: str) -> subprocess.Compl
     )
 
 
-@embedded
 def test_demo_prints_a_result_and_nothing_but_its_own_line_on_standard_error() -> None:
     done = attrace_process("demo")
     assert done.returncode == 0, done.stderr
@@ -47,7 +43,6 @@ def test_demo_prints_a_result_and_nothing_but_its_own_line_on_standard_error() -
     assert "\x1b" not in done.stdout
 
 
-@embedded
 def test_every_sample_gets_its_label() -> None:
     samples = json.loads(attrace_process("demo", "--list", "--json").stdout)
     for sample in samples[:1] + samples[-1:]:
@@ -56,7 +51,6 @@ def test_every_sample_gets_its_label() -> None:
         assert json.loads(done.stdout)["target"]["label"] == sample["label"]
 
 
-@embedded
 def test_two_runs_give_the_same_json() -> None:
     first, second = (attrace_process("explain", "Claim your free prize now", "--json") for _ in range(2))
     assert first.returncode == 0, first.stderr
@@ -64,7 +58,6 @@ def test_two_runs_give_the_same_json() -> None:
     assert first.stdout == second.stdout
 
 
-@embedded
 def test_the_embedded_model_uses_no_network() -> None:
     # tests/support/offline raises in the child on any connection, which would be a fault with a traceback
     done = attrace_process("explain", "Claim your free prize now", HF_HUB_OFFLINE="0")

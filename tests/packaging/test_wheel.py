@@ -15,7 +15,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "attrace"
-LIMIT = 40_000_000  # bytes; the embedded model is most of it
+LIMIT = 5_000_000  # the embedded model takes at most 4 MB of it
 
 pytestmark = pytest.mark.slow
 
@@ -106,13 +106,6 @@ def main_job(built: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory)
     return lonely.make(tmp_path_factory.mktemp("hf") / "env", built[1], {"hf"})
 
 
-needs_api = pytest.mark.skipif(not (PACKAGE / "api.py").exists(), reason="src/attrace/api.py is not there yet")
-needs_model = pytest.mark.skipif(
-    not (PACKAGE / "assets" / "spam" / "config.json").exists(), reason="no embedded model yet"
-)
-
-
-@needs_api
 def test_core_rolls_out_maps_without_a_framework(core: Path, tmp_path: Path) -> None:
     code = (
         "import sys, numpy as np, attrace\n"
@@ -127,7 +120,6 @@ def test_core_rolls_out_maps_without_a_framework(core: Path, tmp_path: Path) -> 
     assert loaded == "[]"
 
 
-@needs_api
 def test_core_says_how_to_get_the_main_job(core: Path, tmp_path: Path) -> None:
     done = run(core / "attrace", "explain", "a text", cwd=tmp_path)
     assert done.returncode == 3
@@ -141,8 +133,6 @@ def test_core_shows_help_and_version(core: Path, tmp_path: Path) -> None:
     assert run(core / "attrace", "--version", cwd=tmp_path).stdout == "attrace 0.1.0\n"
 
 
-@needs_api
-@needs_model
 def test_the_installed_demo_explains_an_email(main_job: Path, tmp_path: Path) -> None:
     done = run(main_job / "attrace", "demo", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -150,8 +140,6 @@ def test_the_installed_demo_explains_an_email(main_job: Path, tmp_path: Path) ->
     assert list(tmp_path.iterdir()) == []
 
 
-@needs_api
-@needs_model
 def test_the_installed_explain_writes_json(main_job: Path, tmp_path: Path) -> None:
     done = run(main_job / "attrace", "explain", "Win a free prize, click here now", "--json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr

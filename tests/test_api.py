@@ -251,6 +251,45 @@ def test_progress_is_told(models: dict[str, Path]) -> None:
     assert seen[-1][1] == seen[-1][2] > 0
 
 
+def test_the_default_follows_the_maps_and_says_why(models: dict[str, Path]) -> None:
+    causal = attrace.explain(models["causal-classifier"], TEXT)  # a classifier on a causal body
+    assert causal.method == "leave-one-out"
+    contrast = attrace.explain(models["classifier"], TEXT, target="class:spam~ham")
+    assert contrast.method == "leave-one-out"
+    assert "contrast" in contrast.notes[0]
+    assert contrast.target.probability is None
+    told = attrace.explain(models["classifier"], TEXT, heads="max")
+    assert told.method == "rollout"
+    assert "heads" in told.notes[0]
+    asked = attrace.explain(models["classifier"], TEXT, target="class:spam")
+    assert any("not what spoke for or against" in note for note in asked.notes)
+    last = attrace.explain(models["classifier"], TEXT, method="last-layer")
+    assert last.settings["layers"] == [1]
+
+
+def test_a_classifier_without_padding_token_is_scored_row_by_row(models: dict[str, Path], tmp_path: Path) -> None:
+    folder = small.save("causal-classifier", tmp_path / "m", pad_token_id=None)
+    result = attrace.explain(folder, TEXT)
+    assert result.method == "leave-one-out"
+    assert np.isfinite(result.scores).all()
+
+
+def test_under_inference_mode(models: dict[str, Path]) -> None:
+    expected = attrace.explain(models["classifier"], TEXT)
+    with torch.inference_mode():
+        result = attrace.explain(models["classifier"], TEXT)
+    np.testing.assert_allclose(result.scores, expected.scores)
+    assert result != expected
+    assert result == result  # noqa: PLR0124
+
+
+def test_numbers_of_numpy_are_numbers(models: dict[str, Path]) -> None:
+    result = attrace.explain(
+        models["classifier"], TEXT, method="rollout", heads=np.int64(1), layers=np.arange(1), residual=np.float32(0.25)
+    )
+    assert json.loads(json.dumps(result.to_dict()))["settings"]["heads"] == 1
+
+
 # Bad input
 
 
@@ -323,6 +362,8 @@ def test_bad_options(models: dict[str, Path]) -> None:
         ({"residual": 2}, "residual"),
         ({"discard": 1.0}, "discard"),
         ({"device": "cuda:77"}, "device of this machine: cpu"),
+        ({"residual": "0.5"}, "residual"),
+        ({"target": None}, "target as a string"),
     ):
         with pytest.raises(errors.InputError, match=says):
             attrace.explain(models["classifier"], TEXT, **options)
@@ -358,6 +399,11 @@ def test_bad_models(models: dict[str, Path], tmp_path: Path) -> None:
     weights = load_file(headless / "model.safetensors")
     save_file({k: v for k, v in weights.items() if "classifier" not in k}, headless / "model.safetensors",
               metadata={"format": "pt"})  # fmt: skip
+    streams = broken("streams")
+    settings = json.loads((streams / "config.json").read_text())
+    (streams / "config.json").write_text(
+        json.dumps({**settings, "architectures": ["BartForSequenceClassification"], "model_type": "bart"})
+    )
     questions = broken("questions")
     config = json.loads((questions / "config.json").read_text())
     (questions / "config.json").write_text(json.dumps({**config, "architectures": ["BertForQuestionAnswering"]}))
@@ -375,6 +421,7 @@ def test_bad_models(models: dict[str, Path], tmp_path: Path) -> None:
         (bomb, errors.ModelError, "header length"),
         (untokenized, errors.ModelError, "tokenizer"),
         (headless, errors.ModelError, "would be random"),
+        (streams, errors.ModelError, "an encoder and a decoder"),
         (questions, errors.ModelError, "BertForQuestionAnswering"),
         (models["attentionless"], errors.CaptureError, "Expected attention in MambaForCausalLM"),
         (tmp_path / "absent", errors.ModelError, "nothing there"),

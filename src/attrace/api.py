@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import operator
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from attrace.errors import InputError, MissingDependencyError
-from attrace.types import Attribution, Heads, Options, Progress, Scores, Token
+from attrace.errors import InputError
+from attrace.types import Attribution, Heads, Options, Progress, Scores, Sink, Token
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -22,11 +23,13 @@ if TYPE_CHECKING:
 
 LEAVE_ONE_OUT_LIMIT = 4e12
 """Multiply-adds that `auto` spends on leave-one-out: about half a minute on two CPU cores."""
+LITTLE = 0.1
+"""Share of the mass below which a picture of the text says that it shows little."""
 ALTI_LIMIT = 2e11
 """The same for contributions, which are bound by memory and take about 20 seconds for as many."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Explanation(Attribution):
     """An attribution that can show and save itself."""
 
@@ -134,37 +137,41 @@ def explain(
     'spam'
 
     """
-    _check_options(method, residual, discard)
-    options = Options(heads=heads, residual=residual, discard=discard, layers=None if layers is None else tuple(layers))
-    loaded = _loaded(model, processor, device, progress)
-    from attrace.capture.encoding import encode
-
-    encoding = encode(loaded, inputs, truncate=truncate)
-    with _seeded(seed):
-        if progress is not None:
-            progress("running the model", 0, 0)
+    options = _options(method, heads, residual, discard, layers)
+    with _on_own_terms(seed):
+        loaded = _loaded(model, processor, device, progress)
+        from attrace.capture.encoding import encode
         from attrace.capture.text import ask
 
-        subject = ask(
-            loaded, encoding, target, detail=method == "alti" or (method == "auto" and loaded.task != "causal")
-        )
-        name, notes = _choose(method, subject, options)
-        scores, more = _run(name, subject, options, progress)
-    notes = [n for n in (encoding.note, *notes, *more) if n]
-    if loaded.model.training:
-        notes.append("The model is in training mode: dropout was on. Call model.eval() for its true answer.")
+        encoding = encode(loaded, inputs, truncate=truncate)
+        if progress is not None:
+            progress("running the model", 0, 0)
+        subject = ask(loaded, encoding, target, detail=method in ("auto", "alti"))
+        name, sink, notes = _choose(method, subject, options)
+        scores = _run(name, subject, options, progress)
+    if scores.sink is None:
+        scores = replace(scores, sink=sink)
+    notes = [n for n in (encoding.note, *notes, *_notes(name, target, subject, scores)) if n]
     return _join(subject, scores, name, tuple(notes), _settings(subject, options, name, seed))
 
 
-def _check_options(method: str, residual: float, discard: float) -> None:
+def _options(method: str, heads: Heads, residual: float, discard: float, layers: Sequence[int] | None) -> Options:
+    """The options in plain form.  What depends on the model (its layers, its heads) is checked against it later."""
     from attrace.methods.registry import method as find
+    from attrace.ops.rollout.checks import check_discard, check_residual
 
     if method != "auto":
         find(method)
-    if not 0 <= residual <= 1:
-        raise InputError(f"Expected residual from 0 to 1. Received: {residual!r}.")
-    if not 0 <= discard < 1:
-        raise InputError(f"Expected discard from 0 to 1, 1 excluded. Received: {discard!r}.")
+    if hasattr(heads, "__index__"):
+        heads = operator.index(heads)
+    elif not isinstance(heads, str):
+        heads = tuple(float(weight) for weight in heads)
+    return Options(
+        heads=heads,
+        residual=check_residual(residual),
+        discard=check_discard(discard),
+        layers=None if layers is None else tuple(operator.index(layer) for layer in layers),
+    )
 
 
 def _loaded(model: Any, processor: Any, device: str | None, progress: Progress | None) -> Loaded:
@@ -179,52 +186,65 @@ def _loaded(model: Any, processor: Any, device: str | None, progress: Progress |
     return huggingface.adopt(model, processor)
 
 
-def _choose(method: str, subject: TextSubject, options: Options) -> tuple[str, list[str]]:
-    """The method to run, and what to say about the choice."""
+Choice = tuple[str, "Sink | None", list[str]]
+"""The method to run, the sink that plain rollout collapses onto, and what to say about the choice."""
+
+
+def _choose(method: str, subject: TextSubject, options: Options) -> Choice:
     if method != "auto":
-        return method, []
-    choose = _for_causal if subject.loaded.task == "causal" else _for_encoder
+        return method, None, []
+    choose = _for_causal if subject.trace.is_causal() else _for_encoder
     return choose(subject, options)
 
 
-def _for_encoder(subject: TextSubject, options: Options) -> tuple[str, list[str]]:
+def _for_encoder(subject: TextSubject, options: Options) -> Choice:
     trace = subject.trace
     n, width = len(subject.encoding), subject.loaded.model.get_input_embeddings().embedding_dim
+    if subject.question.rival is not None and _given(options) == set() and _affordable(subject):
+        return "leave-one-out", None, ["A contrast needs a method that sees the target: leave-one-out is shown."]
     if not _heeds("alti", options):
-        return "rollout", []
+        return "rollout", None, [f"Only plain rollout heeds {_listed(options)}: it is shown instead of contributions."]
     if any(op.block is None for op in trace.ops):
-        return "rollout", [f"Contributions are not known for the family {trace.family}: plain rollout is shown."]
+        return "rollout", None, [f"Contributions are not known for the family {trace.family}: plain rollout is shown."]
     if float(n * n * width) * sum(op.heads for op in trace.ops) > ALTI_LIMIT:
-        return "rollout", ["Contributions would take long on this text: plain rollout is shown; --method alti."]
-    return "alti", []
+        return "rollout", None, ["Contributions would take long on this text: plain rollout is shown; --method alti."]
+    return "alti", None, []
 
 
-def _for_causal(subject: TextSubject, options: Options) -> tuple[str, list[str]]:
+def _for_causal(subject: TextSubject, options: Options) -> Choice:
     from attrace.methods.rollout import find_sink, rollout_values
 
-    notes = []
-    sink = find_sink(subject, options, rollout_values(subject, options))
-    if sink is not None:
-        notes.append(
-            f"Plain rollout puts {sink.share:.2f} of its mass on token {sink.index} "
-            f"({subject.encoding.pieces[sink.index]!r}) whatever the target, so it is not the default here; "
-            "--method rollout shows it."
-        )
-    n = int((~subject.protected[: subject.question.length]).sum())
-    affordable = float(_parameters(subject.loaded.model)) * n * n <= LEAVE_ONE_OUT_LIMIT
-    if affordable and _heeds("leave-one-out", options):
-        return "leave-one-out", notes
-    if not affordable:
-        notes.append(
-            f"Leave-one-out would take {n} passes over {n} tokens; the last layer's attention is shown instead. "
-            "--method leave-one-out takes the time."
-        )
-    return "last-layer" if _heeds("last-layer", options) else "rollout", notes
+    plain = Options()
+    sink = find_sink(subject, plain, rollout_values(subject, plain))
+    if not _heeds("leave-one-out", options):
+        chosen = "last-layer" if _heeds("last-layer", options) else "rollout"
+        return chosen, sink, [f"Leave-one-out does not heed {_listed(options)}: {chosen} is shown instead."]
+    notes = ["Plain rollout collapses here and is not the default; --method rollout shows it."] if sink else []
+    if _affordable(subject):
+        return "leave-one-out", sink, notes
+    notes.append(
+        f"Leave-one-out would take as many passes as there are tokens, {_free(subject)}: the last layer's attention is "
+        "shown instead. --method leave-one-out takes the time."
+    )
+    return "last-layer", sink, notes
+
+
+def _free(subject: TextSubject) -> int:
+    return int((~subject.protected).sum())
+
+
+def _affordable(subject: TextSubject) -> bool:
+    """Whether leave-one-out stays within LEAVE_ONE_OUT_LIMIT."""
+    return float(_parameters(subject.loaded.model)) * _free(subject) * subject.question.length <= LEAVE_ONE_OUT_LIMIT
 
 
 def _given(options: Options) -> set[str]:
     """The options that are not as they are by default."""
     return {f.name for f in fields(Options) if getattr(options, f.name) != f.default}
+
+
+def _listed(options: Options) -> str:
+    return ", ".join(sorted(_given(options)))
 
 
 def _heeds(name: str, options: Options) -> bool:
@@ -233,13 +253,46 @@ def _heeds(name: str, options: Options) -> bool:
     return _given(options) <= set(method(name).uses)
 
 
+def _notes(name: str, target: str, subject: TextSubject, scores: Scores) -> list[str]:
+    """What the reader must know of this picture."""
+    from attrace.methods.registry import method
+
+    notes = []
+    trace, model = subject.trace, subject.loaded.model
+    if name == "rollout" and scores.sink is not None:
+        notes.append("This picture does not tell inputs apart; --method leave-one-out does.")
+    if target != "auto" and subject.question.target.kind == "class" and not method(name).sees_target:
+        notes.append(
+            f"{name} tells what was read, not what spoke for or against: the picture is much the same for every class. "
+            "--method leave-one-out tells them apart."
+        )
+    text = float(abs(scores.values[~subject.encoding.special]).sum())
+    if not scores.signed and scores.sink is None and text < LITTLE:
+        notes.append(
+            f"Only {100 * text:.1f} % of the mass is in the text, the rest in special tokens: colours and bars are "
+            "scaled to that little."
+        )
+    if not method(name).sees_target and trace.depth is not None and len(trace.ops) < trace.depth:
+        notes.append(
+            f"Attention was seen in {len(trace.ops)} of {trace.depth} layers; the others mix tokens without it, and "
+            "the picture knows nothing of them."
+        )
+    unknown = subject.encoding.ids.eq(subject.loaded.tokenizer.unk_token_id or -1).sum()
+    if int(unknown):
+        notes.append(f"{int(unknown)} tokens are unknown to the model's vocabulary: it cannot tell them apart.")
+    if model.training:
+        notes.append("The model is in training mode: dropout was on. Call model.eval() for its true answer.")
+    return notes
+
+
 def _parameters(model: Any) -> int:
-    """Parameters that work on every token, the embedding table left out."""
-    table = model.get_input_embeddings().weight
-    return int(sum(p.numel() for p in model.parameters() if p is not table))
+    """Parameters that work on every token: the embedding table only where it is the output head as well."""
+    table, head = model.get_input_embeddings().weight, model.get_output_embeddings()
+    counted = sum(p.numel() for p in model.parameters() if p is not table)
+    return int(counted + (table.numel() if head is not None and head.weight is table else 0))
 
 
-def _run(name: str, subject: TextSubject, options: Options, progress: Progress | None) -> tuple[Scores, list[str]]:
+def _run(name: str, subject: TextSubject, options: Options, progress: Progress | None) -> Scores:
     from attrace.methods.registry import method
 
     chosen = method(name)
@@ -248,10 +301,7 @@ def _run(name: str, subject: TextSubject, options: Options, progress: Progress |
             f"Expected only options that {name} uses ({', '.join(chosen.uses) or 'none'}). Received: "
             f"{', '.join(unused)}. Leave them out, or name another method."
         )
-    scores = chosen.run(subject, options, progress)
-    if scores.sink is None:
-        return scores, []
-    return scores, ["This picture does not tell inputs apart; --method leave-one-out does."]
+    return chosen.run(subject, options, progress)
 
 
 def _join(
@@ -285,11 +335,14 @@ def _join(
 
 
 def _settings(subject: TextSubject, options: Options, method: str, seed: int) -> dict[str, Any]:
+    from attrace.capture.trace import layer_indices
     from attrace.methods.registry import method as find
 
     model = subject.loaded.model
     used = find(method).uses
-    layers = list(options.layers) if options.layers is not None else list(range(len(subject.trace.ops)))
+    layers = layer_indices(options.layers, len(subject.trace.ops))
+    if method == "last-layer":
+        layers = layers[-1:]
     heads = options.heads if isinstance(options.heads, str | int) else [float(w) for w in options.heads]
     values = {"heads": heads, "residual": options.residual, "discard": options.discard, "layers": layers}
     return {
@@ -310,11 +363,13 @@ def _version(package: str) -> str:
 
 
 @contextmanager
-def _seeded(seed: int) -> Iterator[None]:
+def _on_own_terms(seed: int) -> Iterator[None]:
+    """Seeded, with the caller's generators left as they were; outside of the caller's inference mode."""
     try:
         import torch
-    except ImportError as error:
-        raise MissingDependencyError(f"Expected PyTorch. Received: {error}.") from None
-    with torch.random.fork_rng():
+    except ImportError:  # said by the loader, with the way out
+        yield
+        return
+    with torch.random.fork_rng(range(torch.cuda.device_count())), torch.inference_mode(False):
         torch.manual_seed(seed)
         yield

@@ -120,7 +120,7 @@ class Prediction:
     probability: float
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Attribution:
     """How much an output drew on each input token.
 

@@ -141,6 +141,7 @@ def test_rollout_streams_what_the_dense_reference_gives(family: str, backend: st
     for options in ({}, {"residual": 0.2, "heads": "max"}, {"discard": 0.4}, {"layers": [1], "heads": 1}):
         normalize = ("heads" in options and options["heads"] == "max") or "discard" in options
         whole = attrace.rollout(maps, **{**options, "normalize": normalize})
+        options["normalize"] = normalize
         np.testing.assert_allclose(trace.rollout(**options).numpy(), whole, atol=1e-5)
         np.testing.assert_allclose(trace.rollout(target=3, **options).numpy(), whole[:, 3], atol=1e-5)
         np.testing.assert_allclose(trace.rollout(target=[-1, 2], **options).numpy(), whole[:, [-1, 2]], atol=1e-5)
@@ -345,6 +346,102 @@ def test_two_calls_in_one_trace_are_not_one_chain() -> None:
     assert len(trace.ops) == 4
     with pytest.raises(CaptureError, match=r"one call.*Received: 2"):
         trace.rollout()
+
+
+def test_inference_mode_changes_nothing() -> None:
+    for family, backend in (("bert", "sdpa"), ("llama", "eager"), ("falcon", "sdpa")):
+        model = tiny.model(family, backend)
+        expected = traced(model, tiny.inputs(pad=2))
+        with torch.inference_mode():
+            plain = model(**tiny.inputs(pad=2))
+            trace = attrace.trace(model, **tiny.inputs(pad=2))
+            assert torch.equal(trace.output[0], plain[0])
+            assert torch.equal(trace.rollout(), expected.rollout())
+
+
+def test_an_encoder_decoder_is_no_chain() -> None:
+    import transformers
+
+    config = transformers.BartConfig(
+        vocab_size=100, d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=4,
+        decoder_attention_heads=4, encoder_ffn_dim=64, decoder_ffn_dim=64,
+    )  # fmt: skip
+    trace = traced(transformers.BartModel(config).eval(), tiny.inputs())
+    assert [op.kind for op in trace.ops] == ["self", "self", "cross"]
+    with pytest.raises(CaptureError, match="an encoder and a decoder"):
+        trace.rollout()
+    layer = nn.TransformerDecoderLayer(8, 2, batch_first=True).eval()
+    crossed = attrace.trace(layer, torch.randn(1, 4, 8), torch.randn(1, 4, 8))
+    assert [op.kind for op in crossed.ops] == ["self", "cross"]
+    with pytest.raises(CaptureError, match="self-attention over the same"):
+        crossed.rollout()
+
+
+def test_three_axes_are_split_by_the_modules_own_heads() -> None:
+    layer = nn.MultiheadAttention(8, 2).eval()  # sequence first
+    x = torch.randn(4, 3, 8)
+    own = layer(x, x, x, average_attn_weights=False)[1]
+    trace = attrace.trace(layer, x, x, x)
+    torch.testing.assert_close(trace.ops[0].weights(), own)
+    model = tiny.model("xglm", "eager")
+    inputs = tiny.inputs()
+    trace = traced(model, {"position_ids": torch.arange(7)[None], **inputs})
+    assert trace.ops[0].shape == (2, 4, 7, 7)
+
+
+def test_a_map_written_to_in_place_is_an_error() -> None:
+    class InPlace(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            weights = (x @ x.mT).softmax(-1)
+            out = weights @ x
+            weights.zero_()
+            return out
+
+    trace = attrace.trace(InPlace(), torch.randn(1, 2, 5, 8))
+    with pytest.raises(CaptureError, match="written to since"):
+        trace.ops[0].weights()
+
+
+def test_a_map_summed_over_its_queries_is_no_attention_map() -> None:
+    class Turned(nn.Module):
+        def __init__(self, how: str) -> None:
+            super().__init__()
+            self.how = how
+
+        def forward(self, x: Tensor) -> Tensor:
+            weights = (x @ x.mT * 3).softmax(-1)
+            if self.how == "values from the left":
+                return (x.mT @ weights.mT).mT
+            return weights.mT @ x if self.how == "queries" else (x.mT @ weights).mT
+
+    x = torch.randn(1, 2, 5, 8)
+    trace = attrace.trace(Turned("values from the left"), x)
+    torch.testing.assert_close(trace.ops[0].weights(), (x @ x.mT * 3).softmax(-1))
+    torch.testing.assert_close(trace.ops[0].weights() @ x, trace.output)
+    for how in ("queries", "queries from the left"):
+        with pytest.raises(CaptureError, match="summed over its queries"):
+            attrace.trace(Turned(how), x)
+
+
+def test_sinks_keep_their_mass_whatever_the_fusion() -> None:
+    trace = traced(tiny.model("gpt_oss", "eager"), tiny.inputs())
+    plain = 1 - trace.rollout(target=-1, layers=[1]).sum(-1)
+    assert (plain > 0.01).all()
+    for options in ({"heads": "max"}, {"discard": 0.3}):
+        kept = 1 - trace.rollout(target=-1, layers=[1], **options).sum(-1)
+        torch.testing.assert_close(kept, plain, atol=1e-5, rtol=0)
+    assert torch.allclose(trace.rollout(target=-1, heads="max", normalize=True).sum(-1), torch.ones(2))
+
+
+def test_arguments_by_position_and_hooks_of_the_caller() -> None:
+    model, inputs = tiny.model("bert"), tiny.inputs(pad=2)
+    with torch.no_grad():
+        named = attrace.trace(model, **inputs)
+        placed = attrace.trace(model, inputs["input_ids"], inputs["attention_mask"])
+        assert torch.equal(named.rollout(discard=0.3), placed.rollout(discard=0.3))
+        handle = model.register_forward_hook(lambda *_: "mine")
+        assert attrace.trace(model, **inputs).output == "mine"
+        handle.remove()
 
 
 def test_bad_questions() -> None:

@@ -77,10 +77,11 @@ def load(name: str | os.PathLike[str] | None, *, device: str | None = None) -> L
     if folder is not None:
         _check_folder(folder)
         source, options["local_files_only"] = str(folder), True
-    with _clear_errors(shown), quiet():
+    with _clear_errors(shown if folder is not None else f"{shown} (no folder of that name here; a hub name)"), quiet():
         config = transformers.AutoConfig.from_pretrained(source, **options)
         architecture = _architecture(transformers, config, source)
         task, auto = task_of(architecture)
+        _check_streams(config, architecture)
         where = check_device(device)
         model, report = getattr(transformers, auto).from_pretrained(
             source,
@@ -100,6 +101,14 @@ def load(name: str | os.PathLike[str] | None, *, device: str | None = None) -> L
     return Loaded(model.to(where).eval(), tokenizer, task, shown)
 
 
+def _check_streams(config: Any, architecture: str) -> None:
+    if getattr(config, "is_encoder_decoder", False):
+        raise ModelError(
+            f"Expected a model with one stream of tokens. Received: {architecture}, an encoder and a decoder, which "
+            "is not supported yet. Its attention can be read: attrace.trace(model, **inputs).ops."
+        )
+
+
 def adopt(model: Any, processor: Any) -> Loaded:
     """A model object that the caller holds, with its tokenizer; nothing of it is changed or moved."""
     if processor is None:
@@ -110,6 +119,7 @@ def adopt(model: Any, processor: Any) -> Loaded:
     config = getattr(model, "config", None)
     name = getattr(config, "name_or_path", "") or type(model).__name__
     task, _ = task_of(type(model).__name__)
+    _check_streams(config, type(model).__name__)
     return Loaded(model, processor, task, Path(name).name if os.path.isabs(name) else name)
 
 
@@ -120,8 +130,6 @@ def check_device(device: str | None) -> str:
     if device is None or device == "cpu":
         return "cpu"
     there = ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
-    if torch.backends.mps.is_available():
-        there.append("mps")
     if device not in there and not (device == "cuda" and len(there) > 1):
         raise InputError(f"Expected a device of this machine: {', '.join(there)}. Received: {device!r}.")
     return device

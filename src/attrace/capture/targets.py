@@ -32,6 +32,8 @@ class Question:
 
 def parse(target: str) -> tuple[str, str]:
     """Kind and name: ("class", "spam") of "class:spam", ("auto", "") of "auto"."""
+    if not isinstance(target, str):
+        raise TargetError(f"Expected a target as a string, such as auto or class:LABEL. Received: {target!r}.")
     kind, colon, rest = target.partition(":")
     if target == "auto":
         return "auto", ""
@@ -79,7 +81,7 @@ def class_question(loaded: Loaded, logits: Tensor, target: str, n: int) -> Quest
             "class",
             labels[index],
             index=index,
-            probability=None if probabilities is None else float(probabilities[index]),
+            probability=None if probabilities is None or rival is not None else float(probabilities[index]),
             contrast=None if rival is None else labels[rival],
         ),
         rival,
@@ -150,7 +152,7 @@ def _token_question(
             shown(loaded, index),
             index=index,
             position=at,
-            probability=float(probabilities[index]),
+            probability=float(probabilities[index]) if rival is None else None,
             contrast=None if rival is None else shown(loaded, rival),
         ),
         rival,

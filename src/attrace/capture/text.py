@@ -28,6 +28,8 @@ from attrace.types import Floats, Progress
 
 TOKENS_AT_ONCE = 8192
 """Tokens of one batched forward pass when parts of the input are removed."""
+LOGITS_AT_ONCE = 1 << 26
+"""Numbers that a language model may give back at once: 256 MiB of float32."""
 OPERATORS = ("delete", "hide")
 
 
@@ -65,12 +67,21 @@ class TextSubject:
         kept = (keep | self.protected)[:, : self.question.length]
         values = np.zeros(len(kept))
         done = 0
-        for rows in _equal_lengths(kept, operator):
+        for rows in _equal_lengths(kept, operator, self._tokens_at_once()):
             values[rows] = self._scores(kept[rows], operator)
             done += len(rows)
             if progress is not None:
                 progress("removing tokens", done, len(kept))
         return values
+
+    def _tokens_at_once(self) -> int:
+        task, config = self.loaded.task, self.loaded.model.config
+        if task == "classifier" and config.pad_token_id is None:
+            return 1  # a classifier that reads the last token refuses batches without a padding token
+        if task in ("causal", "masked"):
+            vocabulary: int = config.get_text_config().vocab_size
+            return max(1, min(TOKENS_AT_ONCE, LOGITS_AT_ONCE // vocabulary))
+        return TOKENS_AT_ONCE
 
     def _scores(self, kept: NDArray[np.bool_], operator: str) -> Floats:
         """For rows that keep equally many tokens (under "delete")."""
@@ -144,6 +155,7 @@ def ask(loaded: Loaded, encoding: Encoding, target: str, *, detail: bool = False
     _check_finite(loaded, encoding, trace, output)
     question = _question(loaded, encoding, output, target)
     protected = encoding.special.copy()
+    protected[question.length :] = True  # a causal model does not see what comes after the target
     if question.target.position is not None and loaded.task != "causal":
         protected[question.target.position] = True
     return TextSubject(loaded, encoding, question, trace, _readout(loaded, encoding, question), protected)
@@ -214,14 +226,18 @@ def _leaf_at(block: nn.Module, leaves: list[Tensor]) -> Iterator[None]:
 
 
 def last_block(model: nn.Module) -> nn.Module:
-    """The last layer of the model's longest stack."""
-    stacks = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module)]
+    """The last layer of the model's longest stack, of stacks that lie in no other."""
+    found = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m)]
+    inner = {id(part) for stack in found for item in stack for part in item.modules()}
+    stacks = [stack for stack in found if id(stack) not in inner]
     if not stacks:
-        raise CaptureError(f"Expected a stack of layers in {type(model).__name__}. Received: no ModuleList.")
-    longest = max(stacks, key=len)  # of equally long ones the outermost
-    block = longest[-1]
-    inner = [module for module in block.modules() if isinstance(module, nn.ModuleList) and len(module)]
-    return inner[-1][-1] if len(longest) == 1 and inner else block
+        raise CaptureError(
+            f"Expected a stack of layers in {type(model).__name__}. Received: no ModuleList. Trace the model with "
+            "attrace.trace and name the row to start from: trace.rollout(target=...)."
+        )
+    longest = max(stacks, key=len)
+    within = [m for m in longest[-1].modules() if isinstance(m, nn.ModuleList) and len(m)]
+    return within[-1][-1] if len(longest) == 1 and within else longest[-1]  # ALBERT: a group of one layer
 
 
 def _vectors(output: Any, mask: Tensor | None, places: Tensor | None) -> Tensor:
@@ -235,12 +251,12 @@ def _vectors(output: Any, mask: Tensor | None, places: Tensor | None) -> Tensor:
     return (hidden * weights).sum(1) / weights.sum(1)
 
 
-def _equal_lengths(kept: NDArray[np.bool_], operator: str) -> Iterator[NDArray[np.intp]]:
-    """Rows in batches that need no padding, each of at most TOKENS_AT_ONCE tokens."""
+def _equal_lengths(kept: NDArray[np.bool_], operator: str, tokens: int) -> Iterator[NDArray[np.intp]]:
+    """Rows in batches that need no padding, each of at most as many tokens (or of one row)."""
     lengths = kept.sum(1) if operator == "delete" else np.full(len(kept), kept.shape[1])
     for length in np.unique(lengths):
         rows = np.flatnonzero(lengths == length)
-        size = max(1, TOKENS_AT_ONCE // max(1, int(length)))
+        size = max(1, tokens // max(1, int(length)))
         yield from np.split(rows, range(size, len(rows), size))
 
 

@@ -182,4 +182,6 @@ def contributions_of(op: TorchAttention, family: str, *, values: bool) -> Contri
             "attrace/capture/families.py."
         )
     batch, _, length, keys = op.shape
-    return Contributions(name=op.name, layer=op.layer, shape=(batch, 1, length, keys), source=op, block=op.block)
+    return Contributions(
+        name=op.name, layer=op.layer, shape=(batch, 1, length, keys), kind=op.kind, source=op, block=op.block
+    )

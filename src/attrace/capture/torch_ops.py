@@ -31,6 +31,8 @@ class TorchAttention:
     layer: int
     """Place of the call in the order of the model's attention calls, from 0."""
     shape: tuple[int, int, int, int]
+    kind: Literal["self", "cross"]
+    """Whether keys and values come from the stream of the queries or from another one."""
     value: Tensor | None = field(default=None, repr=False)
     """(B, K, T, Dv), kept only where the recorder was asked for it."""
     block: Block | None = field(default=None, repr=False)
@@ -41,8 +43,9 @@ class TorchAttention:
         return self.shape[1]
 
     @property
-    def kind(self) -> Literal["self", "cross"]:
-        return "self" if self.shape[2] == self.shape[3] else "cross"
+    def causal(self) -> bool:
+        """Whether the call itself says that no query sees a later key; a mask may say so too."""
+        return False
 
     @property
     def device(self) -> torch.device:
@@ -157,8 +160,12 @@ class QueryKeyAttention(TorchAttention):
     query: Tensor = field(kw_only=True, repr=False)
     key: Tensor = field(kw_only=True, repr=False)
     bias: Tensor | None = field(default=None, kw_only=True, repr=False)
-    causal: bool = field(default=False, kw_only=True)
+    is_causal: bool = field(default=False, kw_only=True)
     scale: float | None = field(default=None, kw_only=True)
+
+    @property
+    def causal(self) -> bool:
+        return self.is_causal
 
     def __post_init__(self) -> None:
         self._held = [t for t in (self.query, self.key, self.bias) if t is not None]
@@ -184,7 +191,7 @@ class QueryKeyAttention(TorchAttention):
                 f"Expected the query and key of {self.name} as the model used them. Received: tensors that were "
                 "written to since (a static cache, for one). Read the weights before the model runs again."
             )
-        return weight_rows(self.query, self.key, rows=rows, scale=self.scale, bias=self.bias, causal=self.causal)
+        return weight_rows(self.query, self.key, rows=rows, scale=self.scale, bias=self.bias, causal=self.is_causal)
 
 
 @dataclass(eq=False)
@@ -192,6 +199,8 @@ class SoftmaxAttention(TorchAttention):
     """An unfused call: the softmax that the model itself computed, (B, H, Q, T)."""
 
     map: Tensor = field(kw_only=True, repr=False)
+    version: int = field(kw_only=True, repr=False)
+    """How often the map had been written to when the model computed it."""
 
     @property
     def device(self) -> torch.device:
@@ -205,6 +214,11 @@ class SoftmaxAttention(TorchAttention):
         return _first(self.map.isnan().any(-1).any(1).any(0))
 
     def _rows(self, rows: Tensor) -> Tensor:
+        if version_of(self.map) != self.version:
+            raise CaptureError(
+                f"Expected the softmax of {self.name} as the model computed it. Received: one that was written to "
+                "since (dropout in place, for one). Put the model in evaluation mode, or use another backend."
+            )
         return self.map.index_select(2, rows).to(self.dtype)
 
 

@@ -8,13 +8,15 @@ the block ends, also after an error in the model.
 
 from __future__ import annotations
 
+import inspect
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import lru_cache
 from types import FrameType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +24,7 @@ from torch.overrides import enable_reentrant_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from attrace.capture.torch_blocks import BlockInputs
-from attrace.capture.torch_ops import QueryKeyAttention, SoftmaxAttention, TorchAttention
+from attrace.capture.torch_ops import QueryKeyAttention, SoftmaxAttention, TorchAttention, version_of
 from attrace.capture.trace import Trace
 from attrace.errors import CaptureError
 
@@ -49,6 +51,11 @@ CARRIERS = {
     aten.where.self,
     aten.nan_to_num.default,
 }
+# Arguments of a model's forward whose first axis is the batch.
+BATCHED = ("input_ids", "inputs_embeds", "attention_mask", "decoder_input_ids", "pixel_values", "input_features")
+HEAD_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "num_head", "nhead")
+# Arguments of an attention module's forward that hold a second stream.
+SECOND_STREAMS = ("key_value_states", "encoder_hidden_states", "encoder_states", "memory")
 PRODUCTS = {aten.bmm.default, aten.baddbmm.default}
 PARTS: dict[Any, str] = {
     **dict.fromkeys(FUSED, "fused"),
@@ -63,13 +70,31 @@ def storage_of(tensor: Tensor) -> int:
     return address
 
 
+def is_transposed(tensor: Tensor) -> bool:
+    """Whether the last two axes lie in memory the other way round."""
+    return tensor.ndim > 1 and tensor.stride(-1) > tensor.stride(-2)
+
+
+@dataclass(frozen=True)
+class Caller:
+    """The module that makes a call, and what its arguments say of it."""
+
+    name: str
+    heads: int | None = None
+    cross: bool | None = None
+    """Whether keys come from another stream than queries; None where the arguments do not tell."""
+
+
 @dataclass
 class PendingSoftmax:
     """A softmax that has not met its values yet, with the copies that keep its storages alive."""
 
     map: Tensor
-    module: str
-    carriers: list[Tensor]
+    version: int
+    caller: Caller
+    carriers: dict[int, bool] = field(default_factory=dict)
+    """Storage -> whether keys and queries change places in it, compared with how it lies in memory."""
+    alive: list[Tensor] = field(default_factory=list)
 
 
 class Recorder(TorchDispatchMode):
@@ -88,7 +113,7 @@ class Recorder(TorchDispatchMode):
 
     # Which module runs
 
-    def _module(self) -> str:
+    def _caller(self) -> Caller:
         """The innermost module of the model on the call stack, by the first argument of its functions.
 
         Looked up for attention calls alone: hooks on every module would cost more than the rest of the recorder,
@@ -96,22 +121,37 @@ class Recorder(TorchDispatchMode):
         """
         frame: FrameType | None = sys._getframe(1)
         while frame is not None:
-            if frame.f_code.co_argcount:
-                first = frame.f_locals.get(frame.f_code.co_varnames[0])
-                if (name := self._names.get(id(first))) is not None:
-                    return name
+            code = frame.f_code
+            if code.co_argcount:
+                local = frame.f_locals
+                module = local.get(code.co_varnames[0])
+                name = self._names.get(id(module))
+                if name is not None:
+                    if code.co_name != "forward" or not isinstance(module, nn.Module):
+                        frame = self._forward_of(module, frame)
+                        local = {} if frame is None else frame.f_locals
+                    return Caller(name, heads_of(module), is_cross(local))
             frame = frame.f_back
-        return self._trace.model
+        return Caller(self._trace.model)
 
-    def enter_model(self, _model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
+    def _forward_of(self, module: Any, frame: FrameType) -> FrameType | None:
+        """The frame of the module's own forward, from a function that it called with itself."""
+        outer: FrameType | None = frame
+        while outer is not None:
+            if outer.f_code.co_name == "forward" and outer.f_locals.get("self") is module:
+                return outer
+            outer = outer.f_back
+        return None
+
+    def enter_model(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
         # Another thread may run the same model while this hook is taken away, and then call it without kwargs.
         if threading.get_ident() != self._thread or kwargs is None:
             return
         self._running = True
         self._pending.clear()
-        tensors = [v for v in (*args, *kwargs.values()) if isinstance(v, Tensor) and v.ndim]
-        self._batch = tensors[0].shape[0] if tensors else None
-        self._trace.begin(kwargs.get("attention_mask"))
+        given = named_arguments(model, args, kwargs)
+        self._batch = next((v.shape[0] for k in BATCHED if isinstance(v := given.get(k), Tensor) and v.ndim), None)
+        self._trace.begin(given.get("attention_mask"))
 
     def leave_model(self, _model: nn.Module, _args: Any, output: Any) -> None:
         if threading.get_ident() == self._thread:
@@ -125,6 +165,10 @@ class Recorder(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if torch.is_inference_mode_enabled() and is_composite(func):
+            # Below inference mode composite operators arrive whole; they are made of the ones that are known here.
+            with self:
+                return func.decompose(*args, **kwargs)
         out = func(*args, **kwargs)
         # Every operator of the model comes by here: one look-up decides.
         part = PARTS.get(func)
@@ -146,16 +190,19 @@ class Recorder(TorchDispatchMode):
         query, key, value = args[:3]
         bias_at, causal_at = FUSED[func]
         bias = kwargs.get("attn_mask") if bias_at is None else args[bias_at]
+        caller = self._caller()
+        shape = (query.shape[0], query.shape[1], query.shape[2], key.shape[2])
         self._record(
             QueryKeyAttention(
-                name=self._module(),
+                name=caller.name,
                 layer=len(self._trace.ops),
-                shape=(query.shape[0], query.shape[1], query.shape[2], key.shape[2]),
+                shape=shape,
+                kind=kind_of(caller, shape),
                 value=value.detach() if self._values else None,
                 query=query.detach(),
                 key=key.detach(),
                 bias=None if bias is None else bias.detach(),
-                causal=bool(args[causal_at]) if len(args) > causal_at else False,
+                is_causal=bool(args[causal_at]) if len(args) > causal_at else False,
                 scale=kwargs.get("scale"),
             )
         )
@@ -163,35 +210,50 @@ class Recorder(TorchDispatchMode):
     def _softmax(self, args: tuple[Any, ...], out: Tensor) -> None:
         dim = args[1]
         if out.ndim >= 3 and dim in (-1, out.ndim - 1):
-            self._pending[storage_of(out)] = PendingSoftmax(out.detach(), self._module(), [])
+            with enable_reentrant_dispatch():
+                kept = out.detach()
+            found = PendingSoftmax(kept, version_of(kept), self._caller())
+            found.carriers[storage_of(out)] = is_transposed(out)
+            self._pending[storage_of(out)] = found
 
     def _carry(self, args: tuple[Any, ...], out: Any) -> None:
         result = out[0] if isinstance(out, tuple) else out
         for arg in args:
             if isinstance(arg, Tensor) and (found := self._pending.get(storage_of(arg))):
-                if result.shape == arg.shape:
-                    found.carriers.append(result)
+                if result.shape == arg.shape and storage_of(result) != storage_of(arg):
+                    turned = found.carriers[storage_of(arg)] ^ is_transposed(arg) ^ is_transposed(result)
+                    found.carriers[storage_of(result)] = turned
+                    found.alive.append(result)
                     self._pending[storage_of(result)] = found
                 return
 
     def _product(self, args: tuple[Any, ...]) -> None:
-        for left, right in (args[-2:], args[-2:][::-1]):
-            if found := self._pending.get(storage_of(left)):
-                for key in [k for k, p in self._pending.items() if p is found]:
-                    del self._pending[key]
-                weights = self._as_map(found, left)
-                if weights is not None:
-                    batch, heads, length, keys = weights.shape
-                    value = right.detach().reshape(batch, heads, keys, -1) if self._values else None
-                    self._record(
-                        SoftmaxAttention(
-                            name=found.module,
-                            layer=len(self._trace.ops),
-                            shape=(batch, heads, length, keys),
-                            value=value,
-                            map=weights,
-                        )
+        """A batched product that takes a pending softmax from the left, A V, or turned from the right, V' A'."""
+        left, right = args[-2:]
+        for used, other, turned in ((left, right, False), (right, left, True)):
+            if found := self._pending.get(storage_of(used)):
+                other_way = found.carriers[storage_of(used)] ^ is_transposed(used) ^ turned
+                for key in found.carriers:
+                    self._pending.pop(key, None)
+                weights = None if other_way else self._as_map(found, used.mT if turned else used)
+                if weights is None:
+                    shape = tuple(found.map.shape)
+                    why = "summed over its queries" if other_way else f"a map of shape {shape}"
+                    self._trace.unread.append(f"{found.caller.name} ({why})")
+                    return
+                batch, heads, length, keys = weights.shape
+                value = (other.mT if turned else other).detach()
+                self._record(
+                    SoftmaxAttention(
+                        name=found.caller.name,
+                        layer=len(self._trace.ops),
+                        shape=(batch, heads, length, keys),
+                        kind=kind_of(found.caller, (batch, heads, length, keys)),
+                        value=value.reshape(batch, heads, keys, -1) if self._values else None,
+                        map=weights,
+                        version=found.version,
                     )
+                )
                 return
 
     def _as_map(self, found: PendingSoftmax, used: Tensor) -> Tensor | None:
@@ -201,15 +263,57 @@ class Recorder(TorchDispatchMode):
             return weights
         if weights.ndim == 4 and used.shape[-2] == weights.shape[-2]:
             return used.detach().reshape(*weights.shape[:3], used.shape[-1])
-        if weights.ndim == 3 and whole and self._batch and weights.shape[0] % self._batch == 0:  # (B * H, Q, T)
-            return weights.reshape(self._batch, -1, *weights.shape[1:])
-        self._trace.unread.append(f"{found.module} (a map of shape {tuple(weights.shape)})")
+        if weights.ndim == 3 and whole:  # (B * H, Q, T)
+            heads = found.caller.heads
+            if heads is None and self._batch and weights.shape[0] % self._batch == 0:
+                heads = weights.shape[0] // self._batch
+            if heads and weights.shape[0] % heads == 0:
+                return weights.reshape(-1, heads, *weights.shape[1:])
         return None
 
     def _record(self, op: TorchAttention) -> None:
         if self._blocks is not None:
             op.block = self._blocks.block_of(op.name, op.value)
         self._trace.ops.append(op)
+
+
+def named_arguments(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of the model's forward by name, those given by position as well."""
+    try:
+        bound = inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments
+    except (TypeError, ValueError):  # the call itself will tell
+        return kwargs
+    return {**bound, **kwargs}
+
+
+def heads_of(module: Any) -> int | None:
+    """How many heads an attention module says it has."""
+    found = (getattr(module, name, None) for name in HEAD_COUNTS)
+    return next(
+        (heads for heads in found if isinstance(heads, int) and not isinstance(heads, bool) and heads > 0), None
+    )
+
+
+def is_cross(local: Mapping[str, Any]) -> bool | None:
+    """Whether a forward's arguments name a second stream for keys and values; None where they name none."""
+    known = [name for name in SECOND_STREAMS if name in local]
+    if any(isinstance(local[name], Tensor) for name in known):
+        return True
+    if isinstance(local.get("query"), Tensor) and isinstance(local.get("key"), Tensor):
+        return local["query"] is not local["key"] if "key_padding_mask" in local else None
+    return False if known else None
+
+
+def kind_of(caller: Caller, shape: tuple[int, int, int, int]) -> Literal["self", "cross"]:
+    cross = shape[2] != shape[3] if caller.cross is None else caller.cross
+    return "cross" if cross else "self"
+
+
+@lru_cache(maxsize=4096)
+def is_composite(func: Any) -> bool:
+    """Whether an operator is nothing but other operators."""
+    found: bool = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+    return found
 
 
 @contextmanager
@@ -232,7 +336,7 @@ def record(model: nn.Module, *, values: bool = False) -> Iterator[Trace]:
     """
     if not isinstance(model, nn.Module):
         raise CaptureError(f"Expected a torch.nn.Module. Received: {type(model).__name__}.")
-    trace = Trace(type(model).__name__)
+    trace = Trace(type(model).__name__, config=getattr(model, "config", None))
     blocks = None
     if values:
         blocks = BlockInputs(model)
@@ -263,6 +367,7 @@ def trace(model: nn.Module, /, *args: Any, **inputs: Any) -> Trace:
     (1, 2, 4, 4)
     """
     with record(model) as recorded:
-        model(*args, **inputs)
+        output = model(*args, **inputs)
+    recorded.output = output  # also what a hook of the caller made of it
     recorded.check()
     return recorded

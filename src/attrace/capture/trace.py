@@ -20,7 +20,7 @@ from attrace.ops.rollout.checks import (
     check_residual,
     check_tolerance,
 )
-from attrace.ops.rollout.streamed import Mixing, source_columns, target_rows
+from attrace.ops.rollout.streamed import Mixing, Scaling, source_columns, target_rows
 from attrace.types import Heads
 
 if TYPE_CHECKING:
@@ -33,6 +33,8 @@ class Trace:
 
     model: str
     """The model's class, for messages."""
+    config: Any = field(default=None, repr=False)
+    """The model's configuration, where it has one."""
     output: Any = field(default=None, repr=False)
     ops: list[TorchAttention] = field(default_factory=list)
     unread: list[str] = field(default_factory=list)
@@ -67,6 +69,17 @@ class Trace:
                 "give a Transformer whose attention runs in PyTorch."
             )
 
+    @property
+    def depth(self) -> int | None:
+        """How many layers the model's configuration names; more than `ops` where some mix tokens without attention."""
+        text = self.config.get_text_config() if hasattr(self.config, "get_text_config") else self.config
+        count = getattr(text, "num_hidden_layers", None)
+        return count if isinstance(count, int) else None
+
+    def is_causal(self) -> bool:
+        """Whether no position looks at a later one: seen on the first row of every layer."""
+        return all(op.causal or not bool(op.weights([0])[..., 1:].any()) for op in self.ops)
+
     def rollout(
         self,
         *,
@@ -87,10 +100,10 @@ class Trace:
         (B, n), or several -> (B, k, n).  `segments` are (start, stop) token ranges -> (B, n, M), the share of
         each in every position.  None of them: the whole map (B, n, n).
 
-        `normalize` divides each row of a layer by its own sum; by default that is done only where the fusion of
-        heads or `discard` changed the sums, so that rows which the model's own sinks left short stay short.
-        `tolerance` is the mass that may be dropped on the way to a target row; the result then sums to
-        one less what was dropped, which is its L1 error exactly.
+        `normalize` divides each row of a layer by its own sum.  By default rows keep the sums that the model gave
+        them, so that those which its own sinks left short stay short; where the fusion of heads or `discard` changed
+        a sum it is set back.  `tolerance` is the mass that may be dropped on the way to a target row; where the
+        model has no sinks the result falls short of one by what was dropped, which is its L1 error exactly.
 
         Raises InputError for an option out of range, CaptureError where the layers do not form one chain.
         """
@@ -105,7 +118,10 @@ class Trace:
         for op in ops:
             check_heads(heads, op.heads)
         changed = discard > 0 or heads in ("max", "min")
-        mixing = Mixing(heads, residual, changed if normalize is None else normalize, discard, self.valid)
+        scaling: Scaling = "own" if changed else "none"
+        if normalize is not None:
+            scaling = "one" if normalize else "none"
+        mixing = Mixing(heads, residual, scaling, discard, self.valid)
         start, ask, single = self._question(ops[-1], target, source, segments)
         if ask == "target":
             answer = target_rows(ops, start, mixing, tolerance=tolerance)
@@ -157,6 +173,11 @@ class Trace:
         if len(self.starts) != 1:
             raise CaptureError(
                 f"Expected one call of {self.model} in the trace. Received: {len(self.starts)}. Trace each call alone."
+            )
+        if getattr(self.config, "is_encoder_decoder", False):
+            raise CaptureError(
+                f"Expected a model with one stream of tokens. Received: {self.model}, an encoder and a decoder. "
+                "Rollout over two streams is not supported yet; the maps of each op are in trace.ops."
             )
         first = self.ops[0]
         for op in self.ops:

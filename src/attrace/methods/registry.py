@@ -1,4 +1,4 @@
-"""The methods by name.  The command line, the docs and the error messages read this list."""
+"""The methods by name.  The api, its error messages and the command line's tests read this list."""
 
 from __future__ import annotations
 
@@ -22,6 +22,8 @@ class Method:
     cost: str
     uses: tuple[str, ...]
     """Which of the options it heeds."""
+    sees_target: bool = False
+    """Whether the picture depends on the class or token that is asked for, and not only on where it is read."""
 
 
 METHODS = {
@@ -30,7 +32,7 @@ METHODS = {
         Method("rollout", rollout, "one Q K^T pass a layer", ("heads", "residual", "discard", "layers")),
         Method("last-layer", last_layer, "one Q K^T row", ("heads", "discard", "layers")),
         Method("alti", alti, "n x n vectors of the model's width a layer and head", ("layers",)),
-        Method("leave-one-out", leave_one_out, "n forward passes, batched", ()),
+        Method("leave-one-out", leave_one_out, "n forward passes, batched", (), sees_target=True),
     )
 }
 

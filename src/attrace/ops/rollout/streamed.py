@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -18,6 +19,8 @@ from attrace.ops.namespace import framework_of
 from attrace.ops.rollout.discard import drop_smallest
 from attrace.types import AttentionOp, Heads
 
+Scaling = Literal["none", "one", "own"]
+
 
 @dataclass(frozen=True)
 class Mixing:
@@ -25,8 +28,9 @@ class Mixing:
 
     heads: Heads = "mean"
     residual: float = 0.5
-    normalize: bool = False
-    """False keeps rows short where a sink took mass, so that the missing mass can be told."""
+    scaling: Scaling = "none"
+    """What each row of the mixed layer is divided by: nothing; its sum ("one": rows sum to one); or what fusion and
+    discarding made of its sum ("own": rows keep the sum that the model gave them, short where a sink took mass)."""
     discard: float = 0.0
     valid: Tensor | None = None
     """(B, n), True at real tokens: discarding counts cells between real tokens only."""
@@ -52,10 +56,14 @@ class Layer:
         return (1 - self.mixing.residual) * attended + self.mixing.residual * kept
 
     def _scaled(self, x: Tensor) -> Tensor:
-        if not self.mixing.normalize:
+        if self.mixing.scaling == "none":
             return x
-        sums = self._mix(self._attend(torch.ones_like(x[..., :1])), torch.ones_like(x[..., :1]))
-        return x / torch.where(sums > 0, sums, 1)  # a row of zeros stays one
+        ones = torch.ones_like(x[..., :1])
+        sums = self._mix(self._attend(ones), ones)
+        wanted = ones
+        if self.mixing.scaling == "own":
+            wanted = self._mix(self.op.matvec(ones, heads="mean"), ones)
+        return x * wanted / torch.where(sums > 0, sums, 1)  # a row of zeros stays one
 
     def _attend(self, x: Tensor) -> Tensor:
         if self.mixing.discard:
@@ -94,7 +102,7 @@ def target_rows(ops: Sequence[AttentionOp], r: Tensor, mixing: Mixing, *, tolera
     """r^T A_L ... A_1: (B, n, M) -> (B, n, M), top layer first.
 
     `tolerance` is the mass that may be dropped per column, spread evenly over the layers: the lightest entries go
-    first, and since rows sum to one the result falls short by exactly what was dropped.
+    first, and where rows sum to one the result falls short by exactly what was dropped.
     """
     for op in reversed(ops):
         if tolerance:

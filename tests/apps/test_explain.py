@@ -68,8 +68,15 @@ def test_an_option_reaches_the_api(
     assert api[0][name] == value
 
 
-def test_units_and_number_reach_the_renderer(attrace_run: Run) -> None:
-    assert attrace_run("explain", "x", "--tokens", "--top", "3")[1] == "0 x [bold]top 3 tokens\n"
+@pytest.mark.parametrize(("arguments", "terminal", "report"), [([], 10, 20), (["--top", "3"], 3, 3)])
+@pytest.mark.parametrize("command", [["explain", "x"], ["demo"]], ids=lambda command: command[0])
+def test_units_and_number_reach_both_renderers(
+    attrace_run: Run, tmp_path: Path, command: list[str], arguments: list[str], terminal: int, report: int
+) -> None:
+    page = tmp_path / "report.html"
+    out = attrace_run(*command, "--tokens", "--html", str(page), *arguments)[1]
+    assert out.endswith(f"[bold]top {terminal} tokens\n")
+    assert page.read_text().endswith(f", top {report} tokens")
 
 
 def test_json_is_all_there_is_on_standard_output(attrace_run: Run) -> None:
@@ -243,7 +250,7 @@ def test_html_is_written_and_told_on_standard_error(attrace_run: Run, tmp_path: 
     assert code == 0
     assert out
     assert err == f"written: {report}\n"
-    assert report.read_text() == "<p>x"
+    assert report.read_text() == "<p>x, top 20 words"
     assert attrace_run("explain", "x", "--html", str(report), "--quiet")[2] == ""
 
 

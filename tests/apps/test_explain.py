@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from attrace.apps import inputs
+from attrace.api import method_names
+from attrace.apps import cli, inputs, options
 
 Run = Callable[..., tuple[int, str, str]]
 Calls = list[dict[str, Any]]
@@ -68,8 +69,15 @@ def test_an_option_reaches_the_api(
     assert api[0][name] == value
 
 
-def test_units_and_number_reach_the_renderer(attrace_run: Run) -> None:
-    assert attrace_run("explain", "x", "--tokens", "--top", "3")[1] == "0 x [bold]top 3 tokens\n"
+@pytest.mark.parametrize(("arguments", "terminal", "report"), [([], 10, 20), (["--top", "3"], 3, 3)])
+@pytest.mark.parametrize("command", [["explain", "x"], ["demo"]], ids=lambda command: command[0])
+def test_units_and_number_reach_both_renderers(
+    attrace_run: Run, tmp_path: Path, command: list[str], arguments: list[str], terminal: int, report: int
+) -> None:
+    page = tmp_path / "report.html"
+    out = attrace_run(*command, "--tokens", "--html", str(page), *arguments)[1]
+    assert out.endswith(f"[bold]top {terminal} tokens\n")
+    assert page.read_text().endswith(f", top {report} tokens")
 
 
 def test_json_is_all_there_is_on_standard_output(attrace_run: Run) -> None:
@@ -94,9 +102,8 @@ def test_json_is_all_there_is_on_standard_output(attrace_run: Run) -> None:
         ["explain", "x", "--layers", ""],
         ["explain", "x", "--heads", "median"],
         ["explain", "x", "--heads", "0.5,nan"],
-        ["explain", "x", "--residual", "1.5"],
-        ["explain", "x", "--residual", "nan"],
-        ["explain", "x", "--discard", "-0.1"],
+        ["explain", "x", "--residual", "half"],
+        ["explain", "x", "--discard", ""],
         ["explain", "x", "--top", "0"],
         ["explain", "x", "--seed", "one"],
     ],
@@ -113,6 +120,25 @@ def test_usage_errors_exit_with_2_and_ask_nothing_of_the_api(
         assert out == ""
         assert err.startswith("error: ")
         assert "--help" in err
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("--residual", "1.5"), ("--residual", "nan"), ("--discard", "-0.1"), ("--discard", "1")]
+)
+def test_a_share_out_of_range_is_refused_by_the_real_api(
+    capsys: pytest.CaptureFixture[str], option: str, value: str
+) -> None:
+    assert cli.run(["explain", "x", option, value]) == 3
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith(f"error: Expected {option[2:]} from 0 to 1")
+
+
+def test_the_help_page_names_the_methods(attrace_run: Run) -> None:
+    assert options.METHODS[0] == "auto"
+    assert sorted(options.METHODS[1:]) == sorted(method_names())
+    shown = "".join(attrace_run("explain", "--help")[1].split())  # lines break within names too
+    assert f"Howtoscore:{','.join(options.METHODS)};" in shown
 
 
 def test_control_characters_of_arguments_are_shown_as_escapes(attrace_run: Run) -> None:
@@ -243,7 +269,7 @@ def test_html_is_written_and_told_on_standard_error(attrace_run: Run, tmp_path: 
     assert code == 0
     assert out
     assert err == f"written: {report}\n"
-    assert report.read_text() == "<p>x"
+    assert report.read_text() == "<p>x, top 20 words"
     assert attrace_run("explain", "x", "--html", str(report), "--quiet")[2] == ""
 
 

@@ -88,7 +88,7 @@ def test_closed_streams(start: Start, tmp_path: Path) -> None:
     assert done.stderr.startswith(b"error: Expected a place for the result.")
     report = tmp_path / "report.html"
     done = closed(start("explain", "x", "--html", str(report)), ">&- 2>&- <&-")
-    assert (done.returncode, report.read_text()) == (0, "<p>x")
+    assert (done.returncode, report.read_text()) == (0, "<p>x, top 20 words")
     done = closed(start("explain", "-"), "<&-")
     assert done.returncode == 3
     assert b"standard input is closed" in done.stderr

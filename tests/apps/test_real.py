@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -15,6 +17,7 @@ from pathlib import Path
 import pytest
 
 import attrace
+from attrace.apps import samples
 
 PACKAGE = Path(attrace.__file__).parent
 START = "import sys; from attrace.apps.cli import main; sys.argv[0] = 'attrace'; main()"
@@ -22,7 +25,9 @@ START = "import sys; from attrace.apps.cli import main; sys.argv[0] = 'attrace';
 pytestmark = pytest.mark.slow
 
 
-def attrace_process(*arguments: str | Path, **settings: str) -> subprocess.CompletedProcess[str]:
+def attrace_process(
+    *arguments: str | Path, folder: Path | None = None, **settings: str
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-c", START, *map(str, arguments)],
         capture_output=True,
@@ -30,6 +35,7 @@ def attrace_process(*arguments: str | Path, **settings: str) -> subprocess.Compl
         check=False,
         timeout=300,
         env={**os.environ, **settings},
+        cwd=folder,
         stdin=subprocess.DEVNULL,
     )
 
@@ -44,11 +50,39 @@ def test_demo_prints_a_result_and_nothing_but_its_own_line_on_standard_error() -
 
 
 def test_every_sample_gets_its_label() -> None:
-    samples = json.loads(attrace_process("demo", "--list", "--json").stdout)
-    for sample in samples[:1] + samples[-1:]:
-        done = attrace_process("demo", sample["name"], "--json", "--quiet")
-        assert done.stderr == ""
-        assert json.loads(done.stdout)["target"]["label"] == sample["label"]
+    known = samples.samples()
+    found = {sample.name: attrace.explain(None, samples.text(sample)).target.label for sample in known}
+    assert found == {sample.name: sample.label for sample in known}
+
+
+README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+COMMANDS = re.findall(r"^attrace .*$", README, re.MULTILINE)
+
+
+def test_the_readme_has_commands() -> None:
+    assert len(COMMANDS) >= 3
+
+
+@pytest.mark.parametrize("line", COMMANDS)
+def test_the_commands_of_the_readme_run(real: Callable[[str], Path], tmp_path: Path, line: str) -> None:
+    (tmp_path / "mail.txt").write_text("Claim your FREE prize now")
+    program, *arguments = shlex.split(line, comments=True)
+    arguments = [str(real("minilm")) if argument == "FOLDER" else argument for argument in arguments]
+    assert program == "attrace"
+    done = attrace_process(*arguments, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout
+    assert (tmp_path / "report.html").exists() == ("--html" in arguments)
+
+
+def test_the_python_example_of_the_readme_runs(tmp_path: Path) -> None:
+    (example,) = re.findall(r"^```python\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+    done = subprocess.run(
+        [sys.executable, "-c", example], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("spam ")
+    assert (tmp_path / "report.html").exists()
 
 
 def test_two_runs_give_the_same_json() -> None:

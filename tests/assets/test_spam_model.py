@@ -4,18 +4,17 @@ accuracy."""
 from __future__ import annotations
 
 import json
-import os
 import re
 import sys
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
-safetensors = pytest.importorskip("safetensors")
+import safetensors
+import torch
+import transformers
 
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "src" / "attrace" / "assets" / "spam"
@@ -116,12 +115,9 @@ def test_card_has_its_parts() -> None:
 
 
 @pytest.mark.slow
-def test_held_out_accuracy(model: Any, tokenizer: Any) -> None:
+def test_held_out_accuracy(model: Any, tokenizer: Any, real: Callable[[str], Path]) -> None:
     """At least 97 %, and what the card says, on the split the training script makes."""
-    data = Path(os.environ.get("ATTRACE_CACHE", Path.home() / ".cache" / "attrace")) / "real" / "spam" / "spam.jsonl"
-    if not data.is_file():
-        pytest.skip(f"no data set at {data}; scripts/real_models.py --data spam prepares it")
-    pytest.importorskip("sklearn")
+    data = real("spam") / "spam.jsonl"
     card = (MODEL / "README.md").read_text(encoding="utf-8")
     seed = re.search(r"Seed (\d+);", card)
     stated = re.search(r"\*\*Accuracy ([\d.]+) %\*\*", card)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import tomllib
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -50,6 +52,14 @@ def test_hand_pins_are_in_the_lock() -> None:
     lines = (line.split("#")[0].strip() for line in (ROOT / "requirements" / "pins.txt").read_text().splitlines())
     for pin in map(Requirement, filter(None, lines)):
         assert [str(r.specifier) for r in pinned()[pin.name]] == [str(pin.specifier)]
+
+
+@pytest.mark.skipif(not os.environ.get("CI"), reason="only CI must have everything; elsewhere tests say what they miss")
+@pytest.mark.parametrize(
+    "module", ["torch", "transformers", "jax", "tensorflow", "ml_dtypes", "sklearn", "onnx", "playwright"]
+)
+def test_ci_has_what_tests_skip_for_elsewhere(module: str) -> None:
+    assert find_spec(module) is not None
 
 
 def test_tracked_text_names_no_absolute_path_of_a_machine() -> None:

@@ -26,10 +26,6 @@ CANARIES = (
 )
 
 
-def pytest_configure(config):
-    config.addinivalue_line("markers", "browser: opens pages in a real browser")
-
-
 def attribution(text, scores, *, specials=(), words=None, **options):
     """An attribution with one token per run without blanks; `specials` are put in front as (name, score)."""
     spans = [match.span() for match in re.finditer(r"\S+", text)]

@@ -2,22 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-
 import pytest
 
 from attrace.render.files import write_text
 from attrace.render.html import to_html
 
 from .conftest import CANARIES, attribution
-
-sync_api = pytest.importorskip("playwright.sync_api")
-CHROMIUM = os.environ.get("ATTRACE_CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
-pytestmark = [
-    pytest.mark.browser,
-    pytest.mark.skipif(CHROMIUM is None, reason="no chromium; name one in ATTRACE_CHROMIUM"),
-]
 
 CONTRASTS = """() => {
   const parse = css => {
@@ -47,25 +37,15 @@ CONTRASTS = """() => {
 }"""
 
 
-@pytest.fixture(scope="module")
-def chromium():
-    options = ["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
-    options += ["--disable-component-update", "--disable-sync"]
-    with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=options)
-        yield browser
-        browser.close()
-
-
 @pytest.fixture
-def visit(chromium, tmp_path):
+def visit(browser, tmp_path):
     """Open a page with all network blocked; `visit.seen` collects requests, dialogs, messages and errors."""
     contexts, seen = [], []
 
     def open_page(source, **options):
         path = tmp_path / f"{len(contexts)}.html"
         write_text(path, source)
-        context = chromium.new_context(offline=True, viewport={"width": 900, "height": 700}, **options)
+        context = browser.new_context(offline=True, viewport={"width": 900, "height": 700}, **options)
         contexts.append(context)
         page = context.new_page()
 

@@ -160,7 +160,6 @@ def test_the_policy_allows_the_style_and_nothing_else(mail):
     assert rules == {
         "default-src": "'none'",
         "style-src": f"'sha256-{digest}'",
-        "img-src": "data:",
         "base-uri": "'none'",
         "form-action": "'none'",
     }

@@ -172,7 +172,7 @@ def test_scores_that_are_not_finite_are_named(bad):
 
 
 def test_lengths_must_fit(mail):
-    with pytest.raises(ShapeError, match=r"\(9,\), got shape \(3,\)"):
+    with pytest.raises(ShapeError, match=r"\(9,\)\. Received: shape \(3,\)"):
         build_scene(replace(mail, scores=np.array([0.1, 0.2, 0.3])))
     with pytest.raises(ShapeError):
         build_scene(replace(mail, scores=np.zeros((9, 1))))

@@ -28,8 +28,8 @@ class Explanation:
         for index in range(int(os.environ.get("FAKE_LINES", "1"))):
             console.print(f"{index} {self.text} [bold]top {top} {units}")
 
-    def to_html(self, path: Path, *, units: str) -> None:
-        Path(path).write_text(f"<p>{self.text}", encoding="utf-8")
+    def to_html(self, path: Path, *, top: int = 20, units: str = "words") -> None:
+        Path(path).write_text(f"<p>{self.text}, top {top} {units}", encoding="utf-8")
 
     def to_dict(self) -> dict[str, Any]:
         return {"text": self.text, **self.asked}

@@ -34,8 +34,8 @@ def label_tokens(
     """
     if not len(offsets) == len(pieces) == len(special_mask):
         raise ShapeError(
-            f"expected one offset, one piece and one flag per token, got {len(offsets)} offsets, "
-            f"{len(pieces)} pieces and {len(special_mask)} flags"
+            f"Expected one offset, one piece and one flag per token. Received: {len(offsets)} offsets, "
+            f"{len(pieces)} pieces and {len(special_mask)} flags. Take all three from one encoding."
         )
     bounds = boundaries(text)
     tokens = []
@@ -43,8 +43,8 @@ def label_tokens(
         start, end = int(start), int(end)  # noqa: PLW2901
         if not 0 <= start <= end <= len(text):
             raise InputError(
-                f"token {index} ({piece!r}) has the offsets ({start}, {end}), expected code point positions "
-                f"0 <= start <= end <= {len(text)}; offsets that count bytes must be converted first"
+                f"Expected code point positions 0 <= start <= end <= {len(text)}. Received: token {index} ({piece!r}) "
+                f"with the offsets ({start}, {end}). Convert offsets that count bytes first."
             )
         if special or start == end:
             tokens.append(Token(piece, start, end, bool(special)))

@@ -174,20 +174,27 @@ def words(text: str, tokens: Sequence[Token], scores: ArrayLike, *, total: float
     """
     values = np.asarray(scores, dtype=np.float64)
     if values.shape != (len(tokens),):
-        raise ShapeError(f"expected one score per token, shape ({len(tokens)},), got shape {values.shape}")
+        raise ShapeError(
+            f"Expected one score per token, shape ({len(tokens)},). Received: shape {values.shape}. "
+            "Give scores and tokens of one encoding."
+        )
     for index, token in enumerate(tokens):
         if not math.isfinite(values[index]):
             raise NonFiniteError(
-                f"the score of token {index} ({token.text!r}) is {values[index]}, expected a finite number"
+                f"Expected finite scores. Received: {values[index]} at token {index} ({token.text!r}). "
+                "Look for NaN in the model's weights, or set the score to zero."
             )
         if not 0 <= token.start <= token.end <= len(text):
             raise InputError(
-                f"token {index} ({token.text!r}) spans ({token.start}, {token.end}), expected "
-                f"0 <= start <= end <= {len(text)}, code points of the text"
+                f"Expected a span 0 <= start <= end <= {len(text)}, code points of the text. Received: "
+                f"({token.start}, {token.end}) at token {index} ({token.text!r}). Give the tokens of this text."
             )
     whole = math.fsum(abs(values)) if total is None else float(total)
     if not (math.isfinite(whole) and whole >= 0):
-        raise InputError(f"expected a total that is finite and not negative, got {total}")
+        raise InputError(
+            f"Expected a total that is finite and not negative. Received: {total}. "
+            "Leave it out for the sum of the scores."
+        )
     result = []
     for start, end, label, members in _units(text, tokens):
         score = math.fsum(values[list(members)])

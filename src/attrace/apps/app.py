@@ -24,11 +24,18 @@ Target = Annotated[
     ),
 ]
 Method = Annotated[
-    str, typer.Option(help="How to score; auto takes what was measured best for the model.", metavar="NAME")
+    str,
+    typer.Option(
+        help=f"How to score: {', '.join(options.METHODS)}; auto takes what was measured best for the model.",
+        metavar="NAME",
+    ),
 ]
 Html = Annotated[Path | None, typer.Option(help="Also write a report as one HTML file.", metavar="FILE")]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
-Top = Annotated[int, typer.Option(help="How many words to list.", min=1, max=10_000, metavar="N")]
+Top = Annotated[
+    int | None,
+    typer.Option(help="How many words to list. Default: 10, in a report 20.", min=1, max=10_000, metavar="N"),
+]
 Words = Annotated[bool, typer.Option("--words/--tokens", help="List words or the model's own tokens.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No messages and no progress.")]
 
@@ -83,15 +90,13 @@ def explain(
     seed: Annotated[int, typer.Option(help="For methods that draw at random.", min=0, metavar="N")] = 0,
     html: Html = None,
     as_json: Json = False,
-    top: Top = 10,
+    top: Top = None,
     words: Words = True,
     quiet: Quiet = False,
 ) -> None:
     """Show which words of INPUT the model's output drew on."""
     # Usage errors come before anything is imported, read or loaded.
     chosen_layers, chosen_heads = options.layers(layers), options.heads(heads)
-    options.share(residual, "--residual")
-    options.share(discard, "--discard")
 
     from attrace.apps import inputs
     from attrace.apps.explain import Output, Question, answer, check_output
@@ -122,7 +127,7 @@ def demo(
     method: Method = "auto",
     html: Html = None,
     as_json: Json = False,
-    top: Top = 10,
+    top: Top = None,
     words: Words = True,
     quiet: Quiet = False,
 ) -> None:

@@ -12,7 +12,7 @@ from importlib.resources import as_file, files
 from pathlib import Path
 from typing import Any
 
-INTERNAL = {"dev", "all"}
+INTERNAL = {"dev", "prepare", "all"}
 """Extras that are no feature of their own."""
 
 

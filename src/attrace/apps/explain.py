@@ -38,7 +38,8 @@ class Output:
 
     html: Path | None = None
     as_json: bool = False
-    top: int = 10
+    top: int | None = None
+    """None: as many as the terminal and the report list by default."""
     units: Literal["words", "tokens"] = "words"
     quiet: bool = False
 
@@ -46,11 +47,13 @@ class Output:
 def check_output(output: Output, *, source: Path | None = None) -> None:
     """Refuse what cannot be written, before a text is read or a model loaded."""
     if sys.stdout is None and output.html is None:
-        raise OutputError("Expected a place for the result. Received: standard output is closed; name a file: --html.")
+        raise OutputError("Expected a place for the result. Received: standard output is closed. Name a file: --html.")
     if output.html is None:
         return
     if source is not None and source.exists() and output.html.exists() and source.samefile(output.html):
-        raise InputError(f"Expected two files. Received: {str(source)!r} to read and to write over.")
+        raise InputError(
+            f"Expected two files. Received: {str(source)!r} to read and to write over. Name another file: --html."
+        )
     from attrace import api
 
     api.check_output(output.html)
@@ -78,7 +81,7 @@ def answer(text: str, question: Question, output: Output) -> None:
         )
     # The file first: a reader of standard output that goes away must not cost it.
     if output.html is not None:
-        found.to_html(output.html, units=output.units)
+        found.to_html(output.html, units=output.units, **_number(output))
         if not output.quiet:
             tell("written", str(output.html))
     deliver(found, output)
@@ -90,7 +93,11 @@ def deliver(found: Explanation, output: Output) -> None:
         print_json(found.to_dict())
     elif sys.stdout is not None:
         with delivering():
-            found.show(results(), top=output.top, units=output.units)
+            found.show(results(), units=output.units, **_number(output))
+
+
+def _number(output: Output) -> dict[str, int]:
+    return {} if output.top is None else {"top": output.top}
 
 
 def calm_libraries(model: str | None) -> None:

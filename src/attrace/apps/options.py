@@ -1,4 +1,4 @@
-"""Option values that are more than a word: layers, heads, shares.  What cannot be parsed is a usage error."""
+"""Option values that are more than a word: layers and heads.  What cannot be parsed is a usage error."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import re
 import typer
 
 HEAD_FUSIONS = ("mean", "max", "min")
+METHODS = ("auto", "alti", "leave-one-out", "rollout", "last-layer")
+"""For the help page, which must not load the registry; a test compares the two."""
 
 
 def layers(text: str | None) -> list[int] | None:
@@ -19,11 +21,14 @@ def layers(text: str | None) -> list[int] | None:
         match = re.fullmatch(r"\s*(-?\d{1,6})(?:-(-?\d{1,6}))?\s*", item)
         if not match:
             raise typer.BadParameter(
-                f'expected numbers and ranges as in "0,2,5-7", got {text!r}', param_hint="--layers"
+                f'Expected numbers and ranges. Received: {text!r}. Write them as in "0,2,5-7".', param_hint="--layers"
             )
         first, last = int(match[1]), int(match[2] or match[1])
         if last < first or (first < 0 <= last):
-            raise typer.BadParameter(f"the range {item.strip()!r} runs backwards", param_hint="--layers")
+            raise typer.BadParameter(
+                f"Expected ranges that go up. Received: {item.strip()!r}. Write the lower number first.",
+                param_hint="--layers",
+            )
         found += range(first, last + 1)
     return found
 
@@ -40,14 +45,8 @@ def heads(text: str) -> str | int | list[float]:
         weights = []
     if len(weights) < 2 or not all(map(math.isfinite, weights)):
         raise typer.BadParameter(
-            f"expected mean, max, min, a head's index, or a weight per head as in 0.5,0,0.5; got {text!r}",
+            f"Expected mean, max, min, a head's index, or a weight per head. Received: {text!r}. "
+            "Write weights as in 0.5,0,0.5.",
             param_hint="--heads",
         )
     return weights
-
-
-def share(value: float, name: str) -> float:
-    """A number from 0 to 1; typer's own bounds let NaN through."""
-    if not 0 <= value <= 1:
-        raise typer.BadParameter(f"expected a number from 0 to 1, got {value}", param_hint=name)
-    return value

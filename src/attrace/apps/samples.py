@@ -36,7 +36,7 @@ def find(name: str | None) -> Sample:
     for sample in known:
         if sample.name == name or (name is None and sample.label == "spam"):
             return sample
-    raise InputError(f"Expected a sample: {', '.join(s.name for s in known)}. Received: {name!r}.")
+    raise InputError(f"Expected a sample: {', '.join(s.name for s in known)}. Received: {name!r}. Name one of them.")
 
 
 def text(sample: Sample) -> str:

@@ -64,7 +64,9 @@ def delivering() -> Iterator[None]:
         raise typer.Exit(0) from None
     except OSError as error:
         drop_stdout()
-        raise OutputError(f"Expected to write to standard output. Received: {error.strerror}.") from None
+        raise OutputError(
+            f"Expected to write to standard output. Received: {error.strerror}. Free the disk, or redirect elsewhere."
+        ) from None
 
 
 def print_lines(lines: Iterable[str]) -> None:

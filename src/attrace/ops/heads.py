@@ -1,6 +1,4 @@
-"""Head fusion: (..., H, Q, T) -> (..., Q, T), one small function for whole maps and for blocks of rows "
-"alike.
-"""
+"""Head fusion: (..., H, Q, T) -> (..., Q, T), one small function for whole maps and for blocks of rows."""
 
 from __future__ import annotations
 

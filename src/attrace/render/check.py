@@ -9,25 +9,27 @@ import numpy as np
 from attrace.errors import InputError, NonFiniteError, ShapeError
 from attrace.types import Attribution
 
+_MEND = "Mend this value where the attribution is made."
 _TOLERANCE = 1e-3
 """How far rounding may carry a mass or a probability out of [0, 1]."""
 
 
 def _finite(name: str, value: float) -> None:
     if not math.isfinite(value):
-        raise NonFiniteError(f"{name} is {value}, expected a finite number")
+        raise NonFiniteError(f"Expected a finite number. Received: {name} is {value}. {_MEND}")
 
 
 def _mass(name: str, value: float) -> None:
     _finite(name, value)
     if not -_TOLERANCE <= value <= 1 + _TOLERANCE:
-        raise InputError(f"{name} is {value}, expected a number from 0 to 1")
+        raise InputError(f"Expected a number from 0 to 1. Received: {name} is {value}. {_MEND}")
 
 
 def _span(name: str, start: int, end: int, length: int) -> None:
     if not 0 <= start <= end <= length:
         raise InputError(
-            f"{name} spans ({start}, {end}), expected 0 <= start <= end <= {length}, code points of the text"
+            f"Expected a span 0 <= start <= end <= {length}, code points of the text. Received: {name} spans "
+            f"({start}, {end}). Give the tokens and words of this text."
         )
 
 
@@ -41,7 +43,10 @@ def check(attribution: Attribution) -> None:
     tokens, count = attribution.tokens, len(attribution.tokens)
     scores = np.asarray(attribution.scores)
     if scores.shape != (count,):
-        raise ShapeError(f"expected one score per token, shape ({count},), got shape {scores.shape}")
+        raise ShapeError(
+            f"Expected one score per token, shape ({count},). Received: shape {scores.shape}. "
+            "Give scores and tokens of one encoding."
+        )
     for index, token in enumerate(tokens):
         _finite(f"the score of token {index} ({token.text!r})", float(scores[index]))
         _span(f"token {index} ({token.text!r})", token.start, token.end, len(attribution.text))
@@ -52,7 +57,9 @@ def check(attribution: Attribution) -> None:
         _finite(f"the share of {name}", word.share)
         for index in word.tokens:
             if not 0 <= index < count:
-                raise InputError(f"{name} names token {index}, expected an index below {count}")
+                raise InputError(
+                    f"Expected the index of a token, 0 to {count - 1}. Received: {name} names token {index}. {_MEND}"
+                )
     _mass("lost_mass", attribution.lost_mass)
     _mass("sink_mass", attribution.sink_mass)
     if attribution.target.probability is not None:
@@ -62,4 +69,7 @@ def check(attribution: Attribution) -> None:
     if attribution.sink is not None:
         _mass("the sink's share", attribution.sink.share)
         if not 0 <= attribution.sink.index < count:
-            raise InputError(f"the sink is token {attribution.sink.index}, expected an index below {count}")
+            raise InputError(
+                f"Expected the index of a token, 0 to {count - 1}. Received: the sink is token "
+                f"{attribution.sink.index}. {_MEND}"
+            )

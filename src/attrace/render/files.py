@@ -17,6 +17,10 @@ def _reason(error: OSError) -> str:
     return error.strerror or str(error)
 
 
+def _refusal(path: Path | str, why: str, remedy: str = "Name another file.") -> OutputError:
+    return OutputError(f"Expected a file that can be written. Received: {path} ({why}). {remedy}")
+
+
 def _is_stream(path: Path) -> bool:
     """A device, a pipe, or a file that a shell has opened: written to, never replaced."""
     if path.is_absolute() and path.parts[1:2] in (("dev",), ("proc",)):
@@ -38,15 +42,15 @@ def _resolve(path: Path) -> Path:
     """The file that a link leads to, so that the link stays; raises where no file can be written."""
     target = Path(os.path.realpath(path))
     if target.is_symlink():
-        raise OutputError(f"cannot write {path}: its links lead in a circle; name another file")
+        raise _refusal(path, "its links lead in a circle")
     if target.is_dir():
-        raise OutputError(f"cannot write {path}: it is a folder; name a file inside of it")
+        raise _refusal(path, "it is a folder", "Name a file inside of it.")
     if not target.parent.is_dir():
-        raise OutputError(f"cannot write {path}: there is no folder {target.parent}; create it first")
+        raise _refusal(path, f"there is no folder {target.parent}", "Create it first.")
     with suppress(FileNotFoundError):
         target.lstat()  # raises for a name that is too long
     if target.exists() and not os.access(target, os.W_OK):
-        raise OutputError(f"cannot write {path}: the file is write-protected; name another file")
+        raise _refusal(path, "it is write-protected")
     return target
 
 
@@ -62,15 +66,15 @@ def check_writable(path: PathLike) -> None:
     try:
         if _is_stream(place):
             if not os.access(place, os.W_OK):
-                raise OutputError(f"cannot write {place}: no permission; name another file")
+                raise _refusal(place, "no permission")
             return
         handle, temporary = _create_beside(_resolve(place))
         os.close(handle)
         temporary.unlink()
     except OSError as error:
-        raise OutputError(f"cannot write {place}: {_reason(error)}; name another file") from error
+        raise _refusal(place, _reason(error)) from error
     except ValueError as error:
-        raise OutputError(f"cannot write {str(path)!r}: {error}; name another file") from error
+        raise _refusal(repr(str(path)), str(error)) from error
 
 
 def write_text(path: PathLike, text: str) -> None:
@@ -90,8 +94,8 @@ def write_text(path: PathLike, text: str) -> None:
         data = text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise OutputError(
-            f"cannot write {place}: the text holds a lone surrogate at position {error.start}, "
-            f"which no UTF-8 file can; escape it first"
+            f"Expected text that UTF-8 can hold, for {place}. Received: a lone surrogate at position "
+            f"{error.start}. Escape it first."
         ) from error
     try:
         if _is_stream(place):
@@ -99,9 +103,9 @@ def write_text(path: PathLike, text: str) -> None:
         else:
             _replace(_resolve(place), data)
     except OSError as error:
-        raise OutputError(f"cannot write {place}: {_reason(error)}; name another file") from error
+        raise _refusal(place, _reason(error)) from error
     except ValueError as error:
-        raise OutputError(f"cannot write {str(path)!r}: {error}; name another file") from error
+        raise _refusal(repr(str(path)), str(error)) from error
 
 
 def _write_all(handle: int, data: bytes) -> None:

@@ -16,6 +16,8 @@ from attrace.types import Attribution, Prediction, Sink, Target, TargetKind, Tok
 SCHEMA = "attrace.attribution/1"
 _DEEPEST = 32
 _LARGEST = 2**53
+_MEND = "Mend it there, or save the explanation again."
+_SAVED = "Give what Explanation.save or attrace explain --json wrote."
 _KINDS = ("class", "next", "token", "embedding")
 T = TypeVar("T")
 
@@ -93,7 +95,9 @@ def _plain_float(value: float | None) -> float | None:
 def _json_value(value: Any, path: str, depth: int = 0) -> Any:
     """A deep copy in lists and dicts; NumPy's numbers become Python's."""
     if depth > _DEEPEST:
-        raise InputError(f"{path} is nested more than {_DEEPEST} levels deep")
+        raise InputError(
+            f"Expected at most {_DEEPEST} levels. Received: {path} is nested deeper. Leave the inner ones out."
+        )
     if value is None or isinstance(value, (bool, str)):
         return value
     if isinstance(value, (np.bool_, np.integer, np.floating)):
@@ -102,16 +106,22 @@ def _json_value(value: Any, path: str, depth: int = 0) -> Any:
         return value
     if isinstance(value, float):
         if not math.isfinite(value):
-            raise InputError(f"{path} is {value}, which JSON cannot hold")
+            raise InputError(
+                f"Expected a finite number, as JSON holds no other. Received: {path} is {value}. "
+                "Leave it out, or write it as a string."
+            )
         return value
     if isinstance(value, Mapping):
         for key in value:
             if not isinstance(key, str):
-                raise InputError(f"{path} has the key {key!r}, expected a string")
+                raise InputError(f"Expected strings as keys. Received: {path} has the key {key!r}. Make it a string.")
         return {key: _json_value(part, f"{path}.{key}", depth + 1) for key, part in value.items()}
     if isinstance(value, (list, tuple)):
         return [_json_value(part, f"{path}[{at}]", depth + 1) for at, part in enumerate(value)]
-    raise InputError(f"{path} is of type {type(value).__name__}, expected a JSON value")
+    raise InputError(
+        f"Expected a JSON value. Received: {path} is of type {type(value).__name__}. "
+        "Convert it to numbers, strings, lists and dicts."
+    )
 
 
 def _shown(value: Any) -> str:
@@ -125,19 +135,23 @@ def _shown(value: Any) -> str:
     return {"list": "an array", "dict": "an object"}.get(type(value).__name__, type(value).__name__)
 
 
+def _misfit(expected: str, path: str, value: Any) -> InputError:
+    return InputError(f"Expected {expected} as {path}. Received: {_shown(value)}. {_MEND}")
+
+
 class _Reader:
     """Takes values out of one JSON object and says where a wrong one stands."""
 
     def __init__(self, value: Any, path: str) -> None:
         if not isinstance(value, dict):
-            raise InputError(f"{path}: expected an object, got {_shown(value)}")
+            raise _misfit("an object", path, value)
         self.value, self.path = value, path
 
     def wrong(self, key: str, expected: str) -> InputError:
         name = f"{self.path}.{key}"
         if key not in self.value:
-            return InputError(f"{name} is missing, expected {expected}")
-        return InputError(f"{name}: expected {expected}, got {_shown(self.value[key])}")
+            return InputError(f"Expected {expected} as {name}. Received: it is missing. {_MEND}")
+        return _misfit(expected, name, self.value[key])
 
     def text(self, key: str) -> str:
         value = self.value.get(key)
@@ -197,11 +211,11 @@ def from_dict(record: Any) -> Attribution:
     if schema != SCHEMA:
         name, _, version = SCHEMA.partition("/")
         hint = (
-            "written by another version of attrace"
+            "It was written by another version of attrace: read it with that one"
             if schema.startswith(f"{name}/")
-            else f"no attribution of attrace; version {version} is read"
+            else f"It is no attribution of attrace: give one of version {version}"
         )
-        raise InputError(f"record.schema: expected {SCHEMA!r}, got {_shown(schema)}: {hint}")
+        raise InputError(f"Expected {SCHEMA!r} as record.schema. Received: {_shown(schema)}. {hint}.")
     tokens = top.objects("tokens")
     attribution = Attribution(
         text=top.text("text"),
@@ -229,7 +243,7 @@ def from_dict(record: Any) -> Attribution:
     except InputError:
         raise
     except AttraceError as error:
-        raise InputError(f"record: {error}") from error
+        raise InputError(str(error)) from error
     return attribution
 
 
@@ -237,7 +251,7 @@ def _strings(reader: _Reader, key: str) -> list[str]:
     values = reader.array(key)
     for at, value in enumerate(values):
         if not isinstance(value, str):
-            raise InputError(f"{reader.path}.{key}[{at}]: expected a string, got {_shown(value)}")
+            raise _misfit("a string", f"{reader.path}.{key}[{at}]", value)
     return values
 
 
@@ -245,7 +259,7 @@ def _word(item: _Reader) -> Word:
     indices = item.array("tokens")
     for at, index in enumerate(indices):
         if isinstance(index, bool) or not isinstance(index, int):
-            raise InputError(f"{item.path}.tokens[{at}]: expected a whole number, got {_shown(index)}")
+            raise _misfit("a whole number", f"{item.path}.tokens[{at}]", index)
     return Word(
         item.text("text"),
         item.count("start"),
@@ -284,13 +298,15 @@ def from_json(text: str) -> Attribution:
     try:
         record = json.loads(text, parse_constant=_no_constant)
     except RecursionError:
-        raise InputError("the JSON is nested too deep to be an attribution") from None
+        raise InputError(
+            f"Expected JSON of the schema {SCHEMA!r}. Received: JSON that is nested too deep. {_SAVED}"
+        ) from None
     except InputError:
         raise
     except ValueError as error:
-        raise InputError(f"expected JSON of the schema {SCHEMA!r}: {error}") from error
+        raise InputError(f"Expected JSON of the schema {SCHEMA!r}. Received: other text ({error}). {_SAVED}") from error
     return from_dict(record)
 
 
 def _no_constant(name: str) -> float:
-    raise InputError(f"the JSON holds {name}, expected finite numbers")
+    raise InputError(f"Expected finite numbers. Received: JSON that holds {name}. {_SAVED}")

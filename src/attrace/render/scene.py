@@ -373,11 +373,13 @@ def build_scene(
     """
     check(attribution)
     if units not in ("words", "tokens"):
-        raise InputError(f"expected units 'words' or 'tokens', got {units!r}")
+        raise InputError(f"Expected units 'words' or 'tokens'. Received: {units!r}. Give one of the two.")
     if top < 0:
-        raise InputError(f"expected top of 0 or more, got {top}")
+        raise InputError(f"Expected top of 0 or more. Received: {top}. Give 0 to list nothing.")
     if scale is not None and not (math.isfinite(scale) and scale > 0):
-        raise InputError(f"expected a scale above 0, got {scale}")
+        raise InputError(
+            f"Expected a finite scale above 0. Received: {scale}. Leave it out to scale by the largest score."
+        )
     built = _Builder(attribution, units, scale)
     ranked = [number for number, unit in enumerate(built.units) if unit.kind in ("word", "blank") and unit.score]
     ranked.sort(key=lambda number: (-abs(built.units[number].score), number))

@@ -1,6 +1,4 @@
-"""Rollout of maps that the user holds.  `naive` is the plain reference, `arrays` the same in any "
-"framework.
-"""
+"""Rollout of maps that the user holds.  `naive` is the plain reference, `arrays` the same in any framework."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""What `rollout` accepts: each check either returns the plain form of an argument or says what is wrong "
-"with it.
-"""
+"""What `rollout` accepts: each check returns the plain form of an argument or says what is wrong with it."""
 
 from __future__ import annotations
 
@@ -189,8 +187,7 @@ _END = object()
 _ANY = 1 << 40
 _NO_MAPS = (
     "Expected at least one map of shape (B, H, n, n). Received: none. "
-    "Check that the model returned its attention weights (in transformers: output_attentions=True, eager "
-    "attention)."
+    "Check that the model returned its attention weights (in transformers: output_attentions=True, eager attention)."
 )
 
 
@@ -256,8 +253,7 @@ def check_map(attention: Any, layer: int, kind: MapKind | None) -> MapKind:
         raise ShapeError(
             f"Expected maps of one batch and one length in all layers: B = {kind.batch}, n = {kind.n}, "
             f"as in layer {kind.layer}. Received: B = {batch}, n = {n} in layer {layer}. Models that merge "
-            "tokens or "
-            "attend in windows need their maps expanded to one set of tokens first."
+            "tokens or attend in windows need their maps expanded to one set of tokens first."
         )
     if framework.known(attention):
         _check_values(framework, attention, layer)
@@ -268,8 +264,7 @@ def _check_shape(attention: Any, layer: int) -> tuple[Any, ...]:
     shape = tuple(attention.shape)
     if len(shape) == 3:
         raise ShapeError(
-            f"Expected a map of shape (B, H, n, n) in layer {layer}. Received: {_shape(attention)}, three "
-            "axes. "
+            f"Expected a map of shape (B, H, n, n) in layer {layer}. Received: {_shape(attention)}, three axes. "
             "Add the batch axis with maps[None], or the head axis with maps[:, None]."
         )
     if len(shape) != 4:
@@ -285,8 +280,7 @@ def _check_shape(attention: Any, layer: int) -> tuple[Any, ...]:
     if shape[2] != shape[3]:
         raise ShapeError(
             f"Expected a square map (B, H, n, n) in layer {layer}. Received: {_shape(attention)}: "
-            f"{shape[2]} rows, {shape[3]} columns. Missing rows are not filled in: run the whole text "
-            "through the "
+            f"{shape[2]} rows, {shape[3]} columns. Missing rows are not filled in: run the whole text through the "
             "model at once; for cross attention use the encoder-decoder form."
         )
     if 0 in shape:
@@ -316,14 +310,12 @@ def _check_values(framework: Framework, attention: Any, layer: int) -> None:
         batch, head, row, column = (int(index) for index in np.argwhere(bad)[0])
         value = array[batch, head, row, column]
         raise NonFiniteError(
-            f"Expected finite maps. Received: {value} in layer {layer}, batch {batch}, head {head}, row "
-            f"{row}, "
+            f"Expected finite maps. Received: {value} in layer {layer}, batch {batch}, head {head}, row {row}, "
             f"column {column}. A row that was masked as a whole often gives NaN: set such rows to zero."
         )
     batch, head, row, column = (int(index) for index in np.argwhere(array < 0.0)[0])
     raise InputError(
-        f"Expected maps without negative entries. Received: {array[batch, head, row, column]} in layer "
-        f"{layer}, "
+        f"Expected maps without negative entries. Received: {array[batch, head, row, column]} in layer {layer}, "
         f"batch {batch}, head {head}, row {row}, column {column}. Give the weights after the softmax, "
         "not scores or gradients."
     )

@@ -81,7 +81,9 @@ def main() -> int:
     print()
     table(f"medians of {demo_runs}, warm", demos, PASS, LIBRARIES)
     more = pages[HELP][1] - pages[PASS][1]
-    print(f"\n{HELP}: {more:.3f} s of processor time more than {PASS}; promised {HELP_PROMISE} s")
+    load = f", load {os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else ""
+    print(f"\n{os.cpu_count()} processors{load}: what else runs counts in the wall times")
+    print(f"{HELP}: {more:.3f} s of processor time more than {PASS}; promised {HELP_PROMISE} s")
     print(f"{DEMO}: {demos[DEMO][0]:.2f} s; promised {DEMO_PROMISE:.0f} s")
     return int(more > HELP_PROMISE or demos[DEMO][0] > DEMO_PROMISE)
 

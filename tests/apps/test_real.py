@@ -56,7 +56,7 @@ def test_every_sample_gets_its_label() -> None:
 
 
 README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
-COMMANDS = re.findall(r"^attrace .*$", README, re.MULTILINE)
+COMMANDS = re.findall(r"^attrace explain .*$", README, re.MULTILINE)
 
 
 def test_the_readme_has_commands() -> None:

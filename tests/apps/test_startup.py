@@ -39,5 +39,10 @@ def test_no_framework_and_no_numpy_is_loaded(arguments: list[str]) -> None:
     assert loaded(command(*arguments), (*FRAMEWORKS, "numpy", "jinja2", "safetensors", *ROOMS)) == []
 
 
+def test_judging_a_path_loads_no_renderer() -> None:
+    program = "import os\nfrom attrace.render.files import check_writable\ncheck_writable(os.devnull)"
+    assert loaded(program, HEAVY + HELP_PAGES) == []
+
+
 def test_importing_attrace_loads_no_framework() -> None:
     assert loaded("import attrace", HEAVY + ROOMS) == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -274,6 +275,27 @@ def test_a_classifier_without_padding_token_is_scored_row_by_row(models: dict[st
     assert np.isfinite(result.scores).all()
 
 
+def test_tuples_asked_for_in_the_configuration(models: dict[str, Path], tmp_path: Path) -> None:
+    folder = small.save("classifier", tmp_path / "m", return_dict=False)
+    assert attrace.explain(folder, TEXT, method="leave-one-out").signed
+
+
+@pytest.mark.parametrize("kind", ["regression", "multi_label_classification"])
+def test_scores_of_other_heads(tmp_path: Path, kind: str) -> None:
+    folder = small.save("classifier", tmp_path / kind, problem_type=kind)
+    model, tokenizer = plain(folder, "AutoModelForSequenceClassification")
+    ids = tokenizer(TEXT, return_tensors="pt")["input_ids"]
+    with torch.no_grad():
+        both = [model(x).logits[0] for x in (ids, torch.cat([ids[:, :1], ids[:, 2:]], 1))]
+    one = [x if kind == "regression" else torch.nn.functional.logsigmoid(x) for x in both]
+    result = attrace.explain(folder, TEXT, target="class:spam", method="leave-one-out")
+    assert result.scores[1] == pytest.approx(float(one[0][1] - one[1][1]), abs=1e-4)
+    assert result.unit == ("drop in output" if kind == "regression" else "drop in log-probability")
+    contrast = attrace.explain(folder, TEXT, target="class:spam~ham", method="leave-one-out")
+    expected = (one[0][1] - one[0][0]) - (one[1][1] - one[1][0])
+    assert contrast.scores[1] == pytest.approx(float(expected), abs=1e-4)
+
+
 def test_under_inference_mode(models: dict[str, Path]) -> None:
     expected = attrace.explain(models["classifier"], TEXT)
     with torch.inference_mode():
@@ -310,8 +332,10 @@ def test_a_text_longer_than_the_context(models: dict[str, Path], task: str) -> N
     result = attrace.explain(models[task], long, truncate=True)
     assert len(result.tokens) == 64
     assert str(n) in result.notes[0]
-    last = max(t.end for t in result.tokens)
-    assert (last == len(long)) == (task == "causal")
+    assert len(result.text) < len(long)  # what was not read is not shown
+    assert long.endswith(result.text) == (task == "causal")
+    assert max(t.end for t in result.tokens) == len(result.text)
+    assert all(t.special or result.text[t.start : t.end] == t.text for t in result.tokens)
 
 
 def test_roberta_counts_its_positions_from_the_padding_on(tmp_path: Path) -> None:
@@ -374,6 +398,12 @@ def test_bad_models(models: dict[str, Path], tmp_path: Path) -> None:
         shutil.copytree(models["classifier"], tmp_path / name)
         return tmp_path / name
 
+    def broken_json(name: str, file: str, content: str) -> Path:
+        (broken(name) / file).write_text(content)
+        return tmp_path / name
+
+    piped = broken("piped")
+    os.mkfifo(piped / "z.safetensors")
     empty = tmp_path / "empty"
     empty.mkdir()
     no_json = broken("no-json")
@@ -422,6 +452,35 @@ def test_bad_models(models: dict[str, Path], tmp_path: Path) -> None:
         (untokenized, errors.ModelError, "tokenizer"),
         (headless, errors.ModelError, "would be random"),
         (streams, errors.ModelError, "an encoder and a decoder"),
+        (
+            broken_json("tokens", "tokenizer.json", '{"model": {"type": "unheard-of"}}'),
+            errors.ModelError,
+            "Received for",
+        ),
+        (
+            broken_json("type", "config.json", '{"model_type": "bert", "vocab_size": "abc"}'),
+            errors.ModelError,
+            "vocab_size",
+        ),
+        (broken_json("deep", "config.json", "[" * 100_000), errors.ModelError, "to be JSON"),
+        (
+            broken_json("kernel", "config.json", '{"model_type": "bert", "_attn_implementation": "evil/kernel"}'),
+            errors.UnsafeWeightsError,
+            "evil/kernel",
+        ),
+        (
+            broken_json("shards", "model.safetensors.index.json", '{"weight_map": {"a": "../a.safetensors"}}'),
+            errors.UnsafeWeightsError,
+            "lies outside",
+        ),
+        (
+            broken_json("listed", "model.safetensors.index.json", '{"weight_map": []}'),
+            errors.ModelError,
+            "to map weights to files",
+        ),
+        (piped, errors.ModelError, "to be a file"),
+        ("~nobody-of-that-name/x", errors.ModelError, "folder or a hub name"),
+        ("x" * 300, errors.ModelError, "folder or a hub name"),
         (questions, errors.ModelError, "BertForQuestionAnswering"),
         (models["attentionless"], errors.CaptureError, "Expected attention in MambaForCausalLM"),
         (tmp_path / "absent", errors.ModelError, "nothing there"),

@@ -138,3 +138,8 @@ def test_offsets_outside_of_the_text(offset):
 def test_lengths_must_fit():
     with pytest.raises(ShapeError, match="2 offsets, 1 pieces and 1 flags"):
         label_tokens("hi", [(0, 1), (1, 2)], ["x"], [0])
+
+
+def test_a_blank_without_a_span_is_shown_as_a_blank() -> None:
+    tokens = label_tokens("a  b", [(0, 1), (1, 1), (3, 4), (0, 0)], ["a", "Ġ", "Ġb", "</s>"], [0, 0, 0, 1])
+    assert [token.text for token in tokens] == ["a", "␣", "b", "</s>"]

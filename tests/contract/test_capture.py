@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -421,6 +422,76 @@ def test_a_map_summed_over_its_queries_is_no_attention_map() -> None:
     for how in ("queries", "queries from the left"):
         with pytest.raises(CaptureError, match="summed over its queries"):
             attrace.trace(Turned(how), x)
+
+
+class Custom(nn.Module):
+    """Attention of a user's own, with something done to its weights before they meet the values."""
+
+    def __init__(self, change: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.change = change
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.change((x @ x.mT).softmax(-1)) @ x
+
+
+CHANGES: dict[str, Callable[[Tensor], Tensor]] = {
+    "masked after the softmax": lambda a: a.masked_fill(torch.eye(5, dtype=torch.bool), 0.0),
+    "masked and set back to one": lambda a: (a * torch.ones(5, 5).tril()) / (a * torch.ones(5, 5).tril()).sum(-1, True),
+    "the largest kept": lambda a: torch.where(a >= a.max(-1, keepdim=True).values, a, 0.0),
+    "a head switched off": lambda a: a * torch.tensor([1.0, 0.0])[:, None, None],
+    "squared": lambda a: a * a,
+    "a slice": lambda a: torch.cat([a, a], -1)[..., :5].contiguous(),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_the_map_is_what_multiplied_the_values(change: str) -> None:
+    x = torch.randn(2, 2, 5, 8)
+    model = Custom(CHANGES[change])
+    try:
+        weights = attrace.trace(model, x).ops[0].weights()
+    except CaptureError:
+        assert change == "a slice"  # the copy that joins is not followed: nothing seen, and said
+        return
+    torch.testing.assert_close(weights @ x, model(x))
+
+
+@pytest.mark.parametrize(
+    "change", [lambda a: torch.einsum("bhqk,hg->bgqk", a, torch.randn(2, 2)), lambda a: a @ a], ids=["mixed", "twice"]
+)
+def test_maps_that_meet_no_values_are_an_error(change: Callable[[Tensor], Tensor]) -> None:
+    with pytest.raises(CaptureError, match="Custom"):
+        attrace.trace(Custom(change), torch.randn(2, 2, 5, 8))
+
+
+def test_dropout_after_the_softmax_is_taken_back() -> None:
+    x = torch.randn(1, 2, 5, 8)
+    model = Custom(nn.Dropout(0.5))
+    trace = attrace.trace(model, x)
+    torch.testing.assert_close(trace.ops[0].weights(), (x @ x.mT).softmax(-1))
+    with pytest.raises(CaptureError):
+        attrace.trace(Custom(nn.Dropout(0.5, inplace=True)), x)
+
+
+def test_autocast_does_not_lower_what_is_read() -> None:
+    trace = traced(tiny.model("bert"), tiny.inputs())
+    expected = trace.rollout(target=0, discard=0.2)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(trace.rollout(target=0, discard=0.2), expected)
+        assert trace.ops[0].weights().dtype == torch.float32
+
+
+def test_products_with_vectors_of_other_kinds() -> None:
+    op = traced(tiny.model("bert"), tiny.inputs()).ops[0]
+    r = torch.zeros(2, 7)
+    r[:, 2] = 1.0
+    r.requires_grad_()
+    op.rmatvec(r)[:, 3].sum().backward()
+    torch.testing.assert_close(r.grad, op.fused()[:, :, 3])
+    for wrong in (torch.ones(2, 7, dtype=torch.int64), torch.ones(2, 7, dtype=torch.complex64)):
+        with pytest.raises(InputError, match="vector of floats"):
+            op.matvec(wrong)
 
 
 def test_sinks_keep_their_mass_whatever_the_fusion() -> None:

@@ -47,7 +47,9 @@ def label_tokens(
                 f"with the offsets ({start}, {end}). Convert offsets that count bytes first."
             )
         if special or start == end:
-            tokens.append(Token(piece, start, end, bool(special)))
+            # A byte-level blank whose offsets were trimmed away is shown as one, not as the tokenizer's sign for it.
+            blank = not special and piece and not piece.strip("Ġ▁ ")
+            tokens.append(Token("␣" * len(piece) if blank else piece, start, end, bool(special)))
         else:
             start, end = widen(bounds, start, end)  # noqa: PLW2901
             tokens.append(Token(text[start:end], start, end))

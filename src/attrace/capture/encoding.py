@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from attrace.capture.huggingface import Loaded, quiet
+from attrace.capture.huggingface import Loaded, clear_errors, quiet
 from attrace.errors import InputError, ModelError, TextTooLongError
 
 
@@ -54,11 +54,12 @@ def encode(loaded: Loaded, text: str, *, truncate: bool = False) -> Encoding:
             f"Expected a tokenizer with character offsets (tokenizer.json, a fast tokenizer). Received: "
             f"{type(tokenizer).__name__}. Convert it with AutoTokenizer.from_pretrained(...).save_pretrained(folder)."
         )
-    with quiet():
-        try:
-            batch = tokenizer(text, return_offsets_mapping=True, return_special_tokens_mask=True)
-        except (TypeError, ValueError, UnicodeError) as error:
-            raise InputError(f"Expected a text that the tokenizer can read. Received: {error}.") from None
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InputError(f"Expected a text of whole characters. Received: {error}.") from None
+    with quiet(), clear_errors(loaded.name):
+        batch = tokenizer(text, return_offsets_mapping=True, return_special_tokens_mask=True)
     n, context, note = len(batch["input_ids"]), context_length(loaded), None
     keep = np.arange(n)
     if context is not None and n > context:
@@ -73,15 +74,21 @@ def encode(loaded: Loaded, text: str, *, truncate: bool = False) -> Encoding:
     device = next(loaded.model.parameters()).device
     wanted = [k for k in tokenizer.model_input_names if k in batch]
     inputs = {k: torch.tensor(np.array(batch[k])[keep], device=device)[None] for k in wanted}
+    if "input_ids" not in inputs:
+        raise ModelError(f"Expected a tokenizer that gives input_ids. Received: {', '.join(wanted) or 'nothing'}.")
     special = np.array(batch["special_tokens_mask"], bool)[keep]
     if special.all():
         raise InputError("Expected a text with at least one token. Received: none but special tokens.")
     _check_vocabulary(loaded, inputs["input_ids"])
+    offsets = np.array(batch["offset_mapping"])[keep]
+    if note is not None:  # what was not read is not shown either
+        begin, stop = int(offsets[~special, 0].min()), int(offsets[:, 1].max())
+        text, offsets = text[begin:stop], np.where(special[:, None], 0, offsets - begin)
     return Encoding(
         text=text,
         inputs=inputs,
         pieces=tuple(tokenizer.convert_ids_to_tokens(inputs["input_ids"][0].tolist())),
-        offsets=tuple((int(a), int(b)) for a, b in np.array(batch["offset_mapping"])[keep]),
+        offsets=tuple((int(a), int(b)) for a, b in offsets),
         special=special,
         note=note,
     )

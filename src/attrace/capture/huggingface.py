@@ -77,7 +77,7 @@ def load(name: str | os.PathLike[str] | None, *, device: str | None = None) -> L
     if folder is not None:
         _check_folder(folder)
         source, options["local_files_only"] = str(folder), True
-    with _clear_errors(shown if folder is not None else f"{shown} (no folder of that name here; a hub name)"), quiet():
+    with clear_errors(shown if folder is not None else f"{shown} (no folder of that name here; a hub name)"), quiet():
         config = transformers.AutoConfig.from_pretrained(source, **options)
         architecture = _architecture(transformers, config, source)
         task, auto = task_of(architecture)
@@ -180,10 +180,14 @@ def _resolve(name: str | os.PathLike[str] | None) -> tuple[Path | None, str]:
     """The folder, where it is one, and the name to show."""
     if name is None or name == EMBEDDED:
         return Path(str(files("attrace") / "assets" / "spam")), "attrace's embedded spam classifier"
-    path = Path(name).expanduser()
-    if str(name).strip() and path.is_dir():
-        return path, path.resolve().name
-    looks_local = isinstance(name, os.PathLike) or path.exists() or str(name).startswith((".", "~", os.sep))
+    try:
+        path = Path(name).expanduser()
+        if str(name).strip() and path.is_dir():
+            return path, path.resolve().name
+        there = path.exists()
+    except (OSError, RuntimeError, ValueError) as error:  # too long a name, an unknown user's home
+        raise ModelError(f"Expected a model's folder or a hub name. Received: {str(name)!r} ({error}).") from None
+    looks_local = isinstance(name, os.PathLike) or there or str(name).startswith((".", "~", os.sep))
     if looks_local or str(name).count("/") > 1 or not str(name).strip():
         what = "a file" if path.is_file() else "nothing there"
         raise ModelError(f"Expected a model's folder or a hub name. Received: {str(name)!r} ({what}).")
@@ -199,7 +203,7 @@ def _check_folder(folder: Path) -> None:
         )
     try:
         settings = json.loads(config.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"Expected config.json of {str(folder)!r} to be JSON. Received: {error}.") from None
     if not isinstance(settings, dict) or "model_type" not in settings:
         raise ModelError(f"Expected config.json of {str(folder)!r} to name a model_type. Received: none.")
@@ -208,6 +212,13 @@ def _check_folder(folder: Path) -> None:
             f"Expected a model of the transformers library. Received: {str(folder)!r}, which brings code of its own "
             "(auto_map in config.json); attrace never runs such code. Load it yourself and give the object."
         )
+    backend = settings.get("_attn_implementation", settings.get("attn_implementation"))
+    if "/" in str(backend):
+        raise UnsafeWeightsError(
+            f"Expected an attention backend of the transformers library. Received: {backend!r} in config.json of "
+            f"{str(folder)!r}, whose code would come from a hub; attrace never runs such code."
+        )
+    _check_shards(folder)
     weights = sorted(folder.glob("*.safetensors"))
     if not weights:
         pickled = sorted(p.name for pattern in PICKLES for p in folder.glob(pattern))
@@ -227,8 +238,27 @@ def _check_folder(folder: Path) -> None:
         )
 
 
+def _check_shards(folder: Path) -> None:
+    """An index may name files of its own folder only."""
+    for index in folder.glob("*.safetensors.index.json"):
+        try:
+            names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+            strange = sorted(name for name in names if Path(name).name != name)
+        except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
+            raise ModelError(
+                f"Expected {index.name} of {str(folder)!r} to map weights to files. Received: {error}. Save it anew."
+            ) from None
+        if strange:
+            raise UnsafeWeightsError(
+                f"Expected shards beside {index.name}. Received: {strange[0]!r}, which lies outside of "
+                f"{str(folder)!r}. Save the model anew."
+            )
+
+
 def _check_header(path: Path) -> None:
     """Look at a safetensors file's header length before anything is allocated for it."""
+    if not path.is_file():
+        raise ModelError(f"Expected {path.name} to be a file. Received: something else. Remove it from the folder.")
     with open(path, "rb") as file:
         head = file.read(8)
     length = struct.unpack("<Q", head)[0] if len(head) == 8 else -1
@@ -240,16 +270,19 @@ def _check_header(path: Path) -> None:
 
 
 @contextmanager
-def _clear_errors(shown: str) -> Iterator[None]:
-    """Turn what the libraries raise for an unfit model into one ModelError; other errors are faults and pass."""
-    from safetensors import SafetensorError
+def clear_errors(shown: str) -> Iterator[None]:
+    """Turn whatever the libraries raise for an unfit model, tokenizer or text into one ModelError.
 
+    What stands in a folder decides what they raise: a tokenizer's error is a plain Exception, and a panic inside its
+    compiled part no Exception at all.  attrace's own errors and an interruption pass.
+    """
     try:
         yield
-    except AttraceError:
+    except (AttraceError, KeyboardInterrupt, SystemExit, GeneratorExit):
         raise
-    except (OSError, ValueError, KeyError, TypeError, ImportError, RuntimeError, SafetensorError) as error:
-        first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    except BaseException as error:
+        first = next((line for line in str(error).splitlines() if line.strip()), "no reason given")
         raise ModelError(
-            f"Expected a model that transformers can load. Received for {shown!r}: {type(error).__name__}: {first}"
+            f"Expected a model that transformers can load and run. Received for {shown}: {type(error).__name__}: "
+            f"{first} Check the folder's files; a model of another kind can be loaded by hand, for attrace.trace."
         ) from error

@@ -199,7 +199,7 @@ def _token_index(loaded: Loaded, text: str, probabilities: Tensor) -> int:
     found = []
     for form in (text, " " + text):
         ids = loaded.tokenizer(form, add_special_tokens=False)["input_ids"]
-        if len(ids) == 1 and ids[0] != loaded.tokenizer.unk_token_id:
+        if len(ids) == 1 and ids[0] != loaded.tokenizer.unk_token_id and ids[0] < len(probabilities):
             found.append(int(ids[0]))
     if not found:
         likely = [shown(loaded, int(i)) for i in probabilities.topk(min(10, len(probabilities))).indices.tolist()]

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from attrace.capture.encoding import Encoding
-from attrace.capture.huggingface import Loaded
+from attrace.capture.huggingface import Loaded, clear_errors
 from attrace.capture.targets import (
     Question,
     class_question,
@@ -49,9 +49,9 @@ class TextSubject:
         """What `score` gives."""
         if self.loaded.task == "encoder":
             return "cosine similarity"
-        if self.question.rival is not None:
-            return "log-odds"
-        return "log-probability" if self.question.target.probability is not None else "output"
+        if not self.question.predictions:
+            return "output"
+        return "log-odds" if self.question.rival is not None else "log-probability"
 
     def score(self, keep: NDArray[np.bool_], *, operator: str = "delete", progress: Progress | None = None) -> Floats:
         """The target's score with only the kept tokens: (m, n) -> (m,).
@@ -96,7 +96,7 @@ class TextSubject:
             batch = {k: v[:, : kept.shape[1]].expand(len(kept), -1) for k, v in self.encoding.inputs.items()}
             batch["attention_mask"] = mask.long()
         with torch.no_grad():
-            output = self.loaded.model(**batch)
+            output = run(self.loaded, batch)
         values: Floats = self._read(output, mask, operator).double().cpu().numpy()
         return values
 
@@ -123,14 +123,19 @@ class TextSubject:
         logits: Tensor = output.logits.float()
         if task != "classifier":
             logits = logits[torch.arange(len(logits), device=logits.device), self._places(mask, operator)]
-        index = question.target.index
-        if question.rival is not None:
-            return logits[:, index] - logits[:, question.rival]
-        if task == "classifier" and logits.shape[-1] == 1:
-            return logits[:, 0]
-        if getattr(self.loaded.model.config, "problem_type", None) == "multi_label_classification":
-            return nn.functional.logsigmoid(logits[:, index])
-        return logits.log_softmax(-1)[:, index]
+        answers = self._log_probabilities(logits)
+        answer = answers[:, question.target.index]
+        return answer if question.rival is None else answer - answers[:, question.rival]
+
+    def _log_probabilities(self, logits: Tensor) -> Tensor:
+        """Of each class or token; the outputs themselves for a regression."""
+        if self.loaded.task == "classifier":
+            kind = getattr(self.loaded.model.config, "problem_type", None)
+            if kind == "regression" or logits.shape[-1] == 1:
+                return logits
+            if kind == "multi_label_classification":
+                return nn.functional.logsigmoid(logits)
+        return logits.log_softmax(-1)
 
     def _places(self, mask: Tensor, operator: str) -> Tensor | None:
         """Where each row's output stands: (m,), or None where the input is pooled."""
@@ -143,6 +148,12 @@ class TextSubject:
         return mask[:, :at].sum(1) if operator == "delete" else torch.full_like(mask[:, 0], at, dtype=torch.long)
 
 
+def run(loaded: Loaded, inputs: dict[str, Tensor]) -> Any:
+    """The model's output, by name also where its configuration asks for tuples."""
+    with clear_errors(loaded.name):
+        return loaded.model(**inputs, return_dict=True)
+
+
 def ask(loaded: Loaded, encoding: Encoding, target: str, *, detail: bool = False) -> TextSubject:
     """Run the model once on the text, recorded, and make the target exact.
 
@@ -150,7 +161,7 @@ def ask(loaded: Loaded, encoding: Encoding, target: str, *, detail: bool = False
     CaptureError where no attention was seen, NonFiniteError where the model gives NaN (names layer and token).
     """
     with torch.no_grad(), record(loaded.model, values=detail) as trace:
-        output = loaded.model(**encoding.inputs)
+        output = run(loaded, encoding.inputs)
     trace.check()
     _check_finite(loaded, encoding, trace, output)
     question = _question(loaded, encoding, output, target)
@@ -195,7 +206,7 @@ def _gradient_norms(loaded: Loaded, encoding: Encoding, question: Question) -> F
     block = last_block(model)
     leaves: list[Tensor] = []
     with torch.no_grad(), _leaf_at(block, leaves):
-        logits = model(**encoding.inputs).logits[0]
+        logits = run(loaded, encoding.inputs).logits[0]
         target = logits[question.target.index]
         if question.rival is not None:
             target = target - logits[question.rival]

@@ -17,6 +17,7 @@ from attrace.errors import CaptureError
 from attrace.ops.attention.rows import blocks
 from attrace.ops.contributions.naive import Norm
 from attrace.ops.contributions.rows import block_output, contribution_rows
+from attrace.ops.namespace import without_autocast
 
 
 @dataclass(eq=False)
@@ -139,10 +140,11 @@ class Contributions(TorchAttention):
     def _rows(self, rows: Tensor) -> Tensor:
         batch, heads, _, keys = self.source.shape
         parts = self._parts()
-        found = [
-            contribution_rows(self.source.weights(block), rows=block, **parts)
-            for block in blocks(rows, batch * heads * keys)
-        ]
+        with without_autocast(self):
+            found = [
+                contribution_rows(self.source.weights(block), rows=block, **parts)
+                for block in blocks(rows, batch * heads * keys)
+            ]
         return torch.cat(found or [rows.new_zeros(batch, 0, keys, dtype=self.dtype)], dim=1)[:, None]
 
     def _parts(self) -> dict[str, Any]:

@@ -96,7 +96,9 @@ class TorchAttention:
         Rows of r that are zero for the whole batch are not computed: one target costs one row of the top layer.
         """
         columns = self._columns(r, self.shape[2], "queries")
-        rows = (columns != 0).any(dim=2).any(dim=0).nonzero().squeeze(1)
+        rows = torch.arange(self.shape[2], device=self.device)
+        if not columns.requires_grad:  # a zero has a gradient too
+            rows = rows[(columns != 0).any(dim=2).any(dim=0)]
         product: Tensor | float = 0.0
         coefficients = _coefficients(check_heads(heads, self.heads), self.heads)
         for block in blocks(rows, self.shape[0] * self.heads * self.shape[3]):
@@ -137,6 +139,8 @@ class TorchAttention:
                 f"Expected (B, n) or (B, n, M) with B={self.shape[0]} and n={length}, the {side} of {self.name}. "
                 f"Received: {tuple(x.shape)}."
             )
+        if x.is_complex() or not x.is_floating_point():
+            raise InputError(f"Expected a vector of floats. Received: {x.dtype}. Convert it with .float().")
         return (x[..., None] if x.ndim == 2 else x).to(self.dtype)
 
     def _checked(self, rows: Tensor) -> Tensor:

@@ -233,13 +233,14 @@ class Recorder(TorchDispatchMode):
         for used, other, turned in ((left, right, False), (right, left, True)):
             if found := self._pending.get(storage_of(used)):
                 other_way = found.carriers[storage_of(used)] ^ is_transposed(used) ^ turned
+                twice = self._pending.get(storage_of(other)) is not None
                 for key in found.carriers:
                     self._pending.pop(key, None)
-                weights = None if other_way else self._as_map(found, used.mT if turned else used)
+                weights = None if other_way or twice else self._as_map(found, used.mT if turned else used)
                 if weights is None:
                     shape = tuple(found.map.shape)
                     why = "summed over its queries" if other_way else f"a map of shape {shape}"
-                    self._trace.unread.append(f"{found.caller.name} ({why})")
+                    self._trace.unread.append(f"{found.caller.name} ({'multiplied with a map' if twice else why})")
                     return
                 batch, heads, length, keys = weights.shape
                 value = (other.mT if turned else other).detach()
@@ -251,25 +252,35 @@ class Recorder(TorchDispatchMode):
                         kind=kind_of(found.caller, (batch, heads, length, keys)),
                         value=value.reshape(batch, heads, keys, -1) if self._values else None,
                         map=weights,
-                        version=found.version,
+                        version=version_of(weights),
                     )
                 )
                 return
 
     def _as_map(self, found: PendingSoftmax, used: Tensor) -> Tensor | None:
-        """The softmax as (B, H, Q, T): as computed, or as used where a column (a sink) was cut off."""
-        weights, whole = found.map, found.map.numel() == used.numel()
-        if weights.ndim == 4 and whole:
+        """The map that multiplied the values, (B, H, Q, T), before dropout; None where it has another form."""
+        length, keys = found.map.shape[-2:]
+        if used.shape[-2] != length or used.shape[-1] > keys or version_of(found.map) != found.version:
+            return None
+        axes = self._batch_and_heads(found)
+        if axes is None or used.numel() != axes[0] * axes[1] * length * used.shape[-1]:
+            return None
+        weights = found.map.reshape(*axes, length, keys)
+        as_used = used.detach().reshape(*axes, length, used.shape[-1])
+        if used.shape[-1] == keys and (same(weights, as_used) or is_dropout_of(weights, as_used)):
             return weights
-        if weights.ndim == 4 and used.shape[-2] == weights.shape[-2]:
-            return used.detach().reshape(*weights.shape[:3], used.shape[-1])
-        if weights.ndim == 3 and whole:  # (B * H, Q, T)
-            heads = found.caller.heads
-            if heads is None and self._batch and weights.shape[0] % self._batch == 0:
-                heads = weights.shape[0] // self._batch
-            if heads and weights.shape[0] % heads == 0:
-                return weights.reshape(-1, heads, *weights.shape[1:])
-        return None
+        return as_used  # masked, cut (a sink) or scaled after the softmax: this is what the values saw
+
+    def _batch_and_heads(self, found: PendingSoftmax) -> tuple[int, int] | None:
+        """B and H of a softmax: (B, H, Q, T), or (B * H, Q, T)."""
+        shape, batch = found.map.shape, self._batch
+        if len(shape) == 4:
+            swapped = batch is not None and shape[0] != batch and shape[1] == batch
+            return None if swapped else (shape[0], shape[1])
+        heads = found.caller.heads
+        if len(shape) == 3 and heads is None and batch and shape[0] % batch == 0:
+            heads = shape[0] // batch
+        return (shape[0] // heads, heads) if len(shape) == 3 and heads and shape[0] % heads == 0 else None
 
     def _record(self, op: TorchAttention) -> None:
         if self._blocks is not None:
@@ -284,6 +295,19 @@ def named_arguments(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
     except (TypeError, ValueError):  # the call itself will tell
         return kwargs
     return {**bound, **kwargs}
+
+
+def same(map_: Tensor, used: Tensor) -> bool:
+    return torch.equal(map_.to(used.dtype), used)
+
+
+def is_dropout_of(map_: Tensor, used: Tensor) -> bool:
+    """Whether each entry is either dropped or scaled up by one factor, as inverted dropout does."""
+    kept = used != 0
+    if not bool(kept.any()):
+        return False
+    ratio = used[kept].float() / map_[kept].float()
+    return bool(ratio.min() > 1.0001) and bool(ratio.max() - ratio.min() < 0.02 * ratio.max())
 
 
 def heads_of(module: Any) -> int | None:

@@ -23,7 +23,8 @@ def _refusal(path: Path | str, why: str, remedy: str = "Name another file.") -> 
 
 def _is_stream(path: Path) -> bool:
     """A device, a pipe, or a file that a shell has opened: written to, never replaced."""
-    if path.is_absolute() and path.parts[1:2] in (("dev",), ("proc",)):
+    shared_memory = path.parts[1:3] == ("dev", "shm")  # an ordinary folder for files
+    if path.is_absolute() and path.parts[1:2] in (("dev",), ("proc",)) and not shared_memory:
         return path.exists() and not path.is_dir()
     try:
         mode = path.stat().st_mode

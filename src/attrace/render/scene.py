@@ -336,9 +336,10 @@ class _Builder:
         token = self.attribution.tokens[sink.index]
         place = "The first token" if sink.index == 0 else f"Token {sink.index}"
         name = visible_label(token.text) if token.special else f"“{visible_label(token.text)}”"
-        said = f"{place}, {name}, takes {percent(sink.share)} of the attention mass whatever the target."
         if self.attribution.signed:
-            return said
+            place = place[0].lower() + place[1:]
+            return f"In plain rollout {place}, {name}, takes {percent(sink.share)} of the mass whatever the target."
+        said = f"{place}, {name}, takes {percent(sink.share)} of the attention mass whatever the target."
         return f"{said} This is a collapse, not an explanation: it is left out of the colours and of the list."
 
     def rows(self) -> tuple[TokenRow, ...]:

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from attrace.ops.namespace import without_autocast
+
 BLOCK_ELEMENTS = 1 << 21
 """Weights held at once (B * H * rows * T): 8 MiB of float32, about the size of a last-level cache."""
 
@@ -32,6 +34,13 @@ def weight_rows(
     query (B, H, Q, D), key (B, K, T, D), `rows` (R,) integer -> (B, H, R, T); arguments and result as in
     `naive.attention_weights`, in float32 (float64 where the input is).
     """
+    with without_autocast(query):
+        return _weight_rows(query, key, rows=rows, scale=scale, bias=bias, causal=causal)
+
+
+def _weight_rows(
+    query: Tensor, key: Tensor, *, rows: Tensor, scale: float | None, bias: Tensor | None, causal: bool
+) -> Tensor:
     dtype = working_dtype(query.dtype)
     batch, heads, _, width = query.shape
     groups, length = key.shape[1], key.shape[2]
@@ -66,6 +75,11 @@ def contract(left: Tensor, right: Tensor) -> Tensor:
     the mass, this one 3e-7, in the same time.  A product of large matrices adds up in blocks by itself; it is the
     plain one, as everywhere on a device without float64.
     """
+    with without_autocast(left):
+        return _contract(left, right)
+
+
+def _contract(left: Tensor, right: Tensor) -> Tensor:
     if min(left.shape[1], right.shape[2]) > CHUNK:
         return left @ right
     terms = left.shape[-1]

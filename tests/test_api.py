@@ -387,6 +387,8 @@ def test_bad_options(models: dict[str, Path]) -> None:
         ({"discard": 1.0}, "discard"),
         ({"device": "cuda:77"}, "device of this machine: cpu"),
         ({"residual": "0.5"}, "residual"),
+        ({"seed": 2**64}, "seed"),
+        ({"seed": "a"}, "seed"),
         ({"target": None}, "target as a string"),
     ):
         with pytest.raises(errors.InputError, match=says):

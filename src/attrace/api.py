@@ -138,6 +138,8 @@ def explain(
 
     """
     options = _options(method, heads, residual, discard, layers)
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
+        raise InputError(f"Expected a seed from 0 to 2**63 - 1. Received: {seed!r}. Give a whole number.")
     with _on_own_terms(seed):
         loaded = _loaded(model, processor, device, progress)
         from attrace.capture.encoding import encode

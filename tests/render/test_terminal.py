@@ -162,3 +162,10 @@ def test_two_thousand_tokens(tmp_path):
     output = to_text(case, width=80, colors="truecolor")
     assert "1,990 more" in output
     assert "0.050 %" in output
+
+
+@pytest.mark.parametrize("columns", [1, 2, 3, 19])
+def test_a_terminal_too_narrow_is_written_over_the_edge(mail, columns):
+    console = Console(width=columns, file=io.StringIO(), color_system=None)
+    console.print(TerminalView(mail))
+    assert console.file.getvalue().strip()

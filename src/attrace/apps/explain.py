@@ -50,7 +50,7 @@ def check_output(output: Output, *, source: Path | None = None) -> None:
         raise OutputError("Expected a place for the result. Received: standard output is closed. Name a file: --html.")
     if output.html is None:
         return
-    if source is not None and source.exists() and output.html.exists() and source.samefile(output.html):
+    if source is not None and _is_there(source) and _is_there(output.html) and source.samefile(output.html):
         raise InputError(
             f"Expected two files. Received: {str(source)!r} to read and to write over. Name another file: --html."
         )
@@ -100,6 +100,13 @@ def _number(output: Output) -> dict[str, int]:
     return {} if output.top is None else {"top": output.top}
 
 
+def _is_there(path: Path) -> bool:
+    try:
+        return path.expanduser().exists()
+    except (OSError, RuntimeError, ValueError):  # too long a name, an unknown user's home
+        return False
+
+
 def calm_libraries(model: str | None) -> None:
     """Before transformers is imported: no telemetry, no chatter, no network unless a hub name asks for it."""
     os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
@@ -107,5 +114,5 @@ def calm_libraries(model: str | None) -> None:
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    if model is None or Path(model).expanduser().exists():
+    if model is None or _is_there(Path(model)):
         os.environ["HF_HUB_OFFLINE"] = "1"

@@ -34,6 +34,7 @@ _LEAST = 3
 """Weaker steps get no colour: beside a background that is not known a faint one could look strong."""
 _FAINTEST = 6
 """The colour step that the weakest weight begins at."""
+_NARROWEST = 20
 _PLAIN = Console(width=_WIDEST, color_system=None, _environ={})  # only measures and wraps
 _PREDICTIONS = 5
 _PLAINER = {"“": '"', "”": '"', "·": "-", "…": "...", "×": "x", "⏎": "\\n", "⇥": "\\t", "␣": "_"}
@@ -120,7 +121,7 @@ class TerminalView:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Yield one text after another."""
-        width = min(options.max_width, _WIDEST)
+        width = max(_NARROWEST, min(options.max_width, _WIDEST))
         ink = _Ink(console, _scheme(self.theme), self.palette)
         ascii_only = options.ascii_only
         for text in _draw(self.scene, ink, width, ascii_only):

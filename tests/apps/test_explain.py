@@ -131,7 +131,7 @@ def test_a_share_out_of_range_is_refused_by_the_real_api(
     assert cli.run(["explain", "x", option, value]) == 3
     out, err = capsys.readouterr()
     assert out == ""
-    assert err.startswith(f"error: Expected {option[2:]} from 0 to 1")
+    assert err.startswith(f"error: Expected {option[2:]} to be a number from 0 to")
 
 
 def test_the_help_page_names_the_methods(attrace_run: Run) -> None:

@@ -35,11 +35,12 @@ in full, on a task everyone can judge.
 methods say about a real, trained classifier.
 - The mails are from 2002 to 2005, in English, and the ham is mostly technical mailing lists and newsletters.
 Of today's spam, and of office and family mail, it has seen only what was written for it (below).
-- It misses spam more often than it accuses ham; of ham, the newsletters of firms fare worst.
+- It misses a larger share of spam than it accuses of ham; of ham, the newsletters of firms fare worst.
 - "FREE" and "free" are the same to it: text is lower-cased. It reads the first 512 tokens.
 - Targets were smoothed, so probabilities stay between about 0.03 and 0.97; they are not calibrated on today's
 mail.
-- A line of a few words gives it little to go by: "Congratulations on your new job!" is spam to it.
+- A line of a few words gives it little to go by: "This is a great movie, I enjoyed
+  every minute." is spam to it.
 """
 
 
@@ -123,7 +124,7 @@ positions; lower-casing WordPiece of {r["vocabulary"]} entries learnt on the tra
 length) with AdamW, warm-up and cosine; in the first {r["masked_epochs"]} epochs
 {100 * r["masked_share"]:.0f} % of the words are masked and filled in beside the class loss, later
 {100 * r["word_dropout"]:.0f} % are masked. Targets are mixed with the out-of-fold opinion of a linear model
-(weight {r["teacher_weight"]}) and smoothed ({r["smoothing"]}); made-up
+on runs of characters (weight {r["teacher_weight"]}) and smoothed ({r["smoothing"]}); made-up
 addresses are strewn in, the same for both classes; the weights are a moving average over the
 last steps. Seed {f["seed"]}; {f["minutes"]:.1f} minutes on two CPU cores that had other work as well
 ({f["cpu_minutes"]:.1f} minutes of processor time over both), all included.
@@ -136,9 +137,9 @@ def results_section(f: Mapping[str, Any]) -> str:
 ## Held-out results
 
 Measured on the float16 weights loaded back as float32; {sum(f["parts"]["held-out"])} mails. They served to
-choose neither epochs nor threshold, but they were looked at twice: an earlier recipe, without the strewn-in
-addresses and with less weight on the linear model, had 96.82 % here (and 97.94 % on validation), short of
-97 %, and was replaced. So take the figure as slightly favourable; the chance of the draw alone is 0.5 points.
+choose nothing: the recipe was settled on the split of another seed (0), whose held-out part was looked at three
+times (96.8, 97.2 and 96.5 %, three recipes). This split was looked at once, for these figures. The chance of
+the draw alone is 0.5 points.
 
 **Accuracy {percent(f["held_out"])}** on the cleaned mails; {percent(f["raw"])} on the same mails as they
 were, uncleaned. On the {f["hard_ham_mails"]} held-out mails of the corpus's folder of hard ham

@@ -155,6 +155,8 @@ def test_ctrl_c_at_any_moment_leaves_a_whole_report_or_none(
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         stdin=subprocess.DEVNULL,
+        # a background job starts deaf to it
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509
     )
     time.sleep(seconds)
     child.send_signal(signal.SIGINT)

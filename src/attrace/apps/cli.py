@@ -7,6 +7,7 @@ Results go to standard output, messages and progress to standard error.
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from typing import NoReturn
 
@@ -22,7 +23,10 @@ def main() -> NoReturn:
         code = run(sys.argv[1:])
     except KeyboardInterrupt:  # before or after the commands, which turn it into 130 themselves
         code = INTERRUPTED
-    sys.exit(_flushed(code))
+    code = _flushed(code)
+    # All is done and told; only the interpreter takes its time to go, and an interruption then would change the answer.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    sys.exit(code)
 
 
 def run(arguments: list[str]) -> int:

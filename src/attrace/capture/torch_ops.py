@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from attrace.capture.torch_blocks import Block
 
 
+FEW_CELLS = 1 << 17
+"""Below as many weights it is quicker to compute all rows than to choose among them."""
+
+
 def version_of(tensor: Tensor) -> int:
     """How often the tensor was written to; tensors made under inference mode don't count that."""
     return -1 if tensor.is_inference() else tensor._version
@@ -97,7 +101,8 @@ class TorchAttention:
         """
         columns = self._columns(r, self.shape[2], "queries")
         rows = torch.arange(self.shape[2], device=self.device)
-        if not columns.requires_grad:  # a zero has a gradient too
+        cells = self.shape[0] * self.heads * self.shape[2] * self.shape[3]
+        if cells > FEW_CELLS and not columns.requires_grad:  # a zero has a gradient too
             rows = rows[(columns != 0).any(dim=2).any(dim=0)]
         product: Tensor | float = 0.0
         coefficients = _coefficients(check_heads(heads, self.heads), self.heads)
@@ -106,8 +111,11 @@ class TorchAttention:
             if coefficients is None:
                 product = product + contract(left, fuse_heads(weights, heads))
             else:  # a linear fusion goes to the small side of the product
-                c = torch.tensor(coefficients, dtype=left.dtype, device=left.device)
-                wide = (left[:, :, None, :] * c[:, None]).flatten(2)
+                if heads == "mean":
+                    wide = (left / self.heads).repeat(1, 1, self.heads)
+                else:
+                    c = torch.tensor(coefficients, dtype=left.dtype, device=left.device)
+                    wide = (left[:, :, None, :] * c[:, None]).flatten(2)
                 product = product + contract(wide, weights.flatten(1, 2))
         if isinstance(product, float):  # no row was asked for
             product = columns.new_zeros(self.shape[0], columns.shape[2], self.shape[3])

@@ -91,3 +91,12 @@ def browser(chromium: str) -> Iterator[Any]:
         handle = play.chromium.launch(executable_path=chromium, args=options)
         yield handle
         handle.close()
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Small random models of every task, saved with their tokenizers."""
+    import small
+
+    root = tmp_path_factory.mktemp("models")
+    return {task: small.save(task, root / task) for task in small.TASKS}

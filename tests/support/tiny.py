@@ -8,6 +8,8 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+import attrace
+
 _BASE = {
     "vocab_size": 100,
     "hidden_size": 32,
@@ -116,3 +118,9 @@ def row(batch: dict[str, Tensor], item: int) -> dict[str, Tensor]:
     real = batch["attention_mask"][item].bool()
     return {"input_ids": batch["input_ids"][item : item + 1, real],
             "attention_mask": batch["attention_mask"][item : item + 1, real]}  # fmt: skip
+
+
+def traced(built: nn.Module, given: dict[str, Tensor]) -> attrace.Trace:
+    """One recorded run without gradients."""
+    with torch.no_grad():
+        return attrace.trace(built, **given)

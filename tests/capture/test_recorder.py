@@ -1,0 +1,275 @@
+"""The recorder on models of a user's own, and on what cannot be read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import tiny
+import torch
+from tiny import traced
+from torch import Tensor, nn
+
+import attrace
+from attrace.errors import CaptureError, InputError, NonFiniteError, ShapeError
+
+
+def test_a_fully_masked_row_is_zero_and_stays_finite() -> None:
+    class Plain(nn.Module):
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            return nn.functional.scaled_dot_product_attention(x, x, x, attn_mask=mask)
+
+    mask = torch.ones(1, 2, 4, 4, dtype=torch.bool)
+    mask[0, 1, 2] = False
+    trace = attrace.trace(Plain(), torch.randn(1, 2, 4, 8), mask)
+    weights = trace.ops[0].weights()
+    assert (weights[0, 1, 2] == 0).all()
+    torch.testing.assert_close(weights[0, 0].sum(-1), torch.ones(4))
+    assert trace.rollout().isfinite().all()
+
+
+def test_nothing_captured_is_an_error() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Softmax(-1))
+    with pytest.raises(CaptureError, match=r"Expected attention in Sequential\. Received: none"):
+        attrace.trace(model, torch.randn(2, 3, 4))
+    with attrace.record(model) as trace:
+        pass
+    with pytest.raises(CaptureError, match="0 calls of the model"):
+        trace.rollout()
+    with pytest.raises(CaptureError, match=r"torch\.nn\.Module.*str"):
+        attrace.trace("bert")
+
+
+def test_maps_that_cannot_be_read_are_an_error() -> None:
+    class Blocks(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return (x @ x.transpose(-1, -2)).softmax(-1) @ x
+
+    with pytest.raises(CaptureError, match=r"Blocks \(a map of shape \(2, 3, 4, 5, 5\)\)"):
+        attrace.trace(Blocks(), torch.randn(2, 3, 4, 5, 8))
+
+
+def test_a_softmax_that_multiplies_no_values_is_no_attention() -> None:
+    class Router(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return nn.functional.scaled_dot_product_attention(x, x, x) * self.attention(x).softmax(-1)
+
+    trace = attrace.trace(Router(), torch.randn(1, 2, 5, 8))
+    assert [(op.name, op.shape) for op in trace.ops] == [("Router", (1, 2, 5, 5))]
+
+
+def test_tensors_written_to_since_are_an_error() -> None:
+    model = tiny.model("llama")
+    trace = traced(model, tiny.inputs())
+    trace.ops[0].key.mul_(2)
+    with pytest.raises(CaptureError, match=r"model\.layers\.0\.self_attn.*written to since"):
+        trace.ops[0].weights()
+
+
+def test_two_calls_in_one_trace_are_not_one_chain() -> None:
+    model = tiny.model("bert")
+    with torch.no_grad(), attrace.record(model) as trace:
+        model(**tiny.inputs())
+        model(**tiny.inputs())
+    assert len(trace.ops) == 4
+    with pytest.raises(CaptureError, match=r"one call.*Received: 2"):
+        trace.rollout()
+
+
+def test_inference_mode_changes_nothing() -> None:
+    for family, backend in (("bert", "sdpa"), ("llama", "eager"), ("falcon", "sdpa")):
+        model = tiny.model(family, backend)
+        expected = traced(model, tiny.inputs(pad=2))
+        with torch.inference_mode():
+            plain = model(**tiny.inputs(pad=2))
+            trace = attrace.trace(model, **tiny.inputs(pad=2))
+            assert torch.equal(trace.output[0], plain[0])
+            assert torch.equal(trace.rollout(), expected.rollout())
+
+
+def test_an_encoder_decoder_is_no_chain() -> None:
+    import transformers
+
+    config = transformers.BartConfig(
+        vocab_size=100, d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=4,
+        decoder_attention_heads=4, encoder_ffn_dim=64, decoder_ffn_dim=64,
+    )  # fmt: skip
+    trace = traced(transformers.BartModel(config).eval(), tiny.inputs())
+    assert [op.kind for op in trace.ops] == ["self", "self", "cross"]
+    with pytest.raises(CaptureError, match="an encoder and a decoder"):
+        trace.rollout()
+    layer = nn.TransformerDecoderLayer(8, 2, batch_first=True).eval()
+    crossed = attrace.trace(layer, torch.randn(1, 4, 8), torch.randn(1, 4, 8))
+    assert [op.kind for op in crossed.ops] == ["self", "cross"]
+    with pytest.raises(CaptureError, match="self-attention over the same"):
+        crossed.rollout()
+
+
+def test_three_axes_are_split_by_the_modules_own_heads() -> None:
+    layer = nn.MultiheadAttention(8, 2).eval()  # sequence first
+    x = torch.randn(4, 3, 8)
+    own = layer(x, x, x, average_attn_weights=False)[1]
+    trace = attrace.trace(layer, x, x, x)
+    torch.testing.assert_close(trace.ops[0].weights(), own)
+    model = tiny.model("xglm", "eager")
+    inputs = tiny.inputs()
+    trace = traced(model, {"position_ids": torch.arange(7)[None], **inputs})
+    assert trace.ops[0].shape == (2, 4, 7, 7)
+
+
+def test_a_map_written_to_in_place_is_an_error() -> None:
+    class InPlace(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            weights = (x @ x.mT).softmax(-1)
+            out = weights @ x
+            weights.zero_()
+            return out
+
+    trace = attrace.trace(InPlace(), torch.randn(1, 2, 5, 8))
+    with pytest.raises(CaptureError, match="written to since"):
+        trace.ops[0].weights()
+
+
+def test_a_map_summed_over_its_queries_is_no_attention_map() -> None:
+    class Turned(nn.Module):
+        def __init__(self, how: str) -> None:
+            super().__init__()
+            self.how = how
+
+        def forward(self, x: Tensor) -> Tensor:
+            weights = (x @ x.mT * 3).softmax(-1)
+            if self.how == "values from the left":
+                return (x.mT @ weights.mT).mT
+            return weights.mT @ x if self.how == "queries" else (x.mT @ weights).mT
+
+    x = torch.randn(1, 2, 5, 8)
+    trace = attrace.trace(Turned("values from the left"), x)
+    torch.testing.assert_close(trace.ops[0].weights(), (x @ x.mT * 3).softmax(-1))
+    torch.testing.assert_close(trace.ops[0].weights() @ x, trace.output)
+    for how in ("queries", "queries from the left"):
+        with pytest.raises(CaptureError, match="summed over its queries"):
+            attrace.trace(Turned(how), x)
+
+
+class Custom(nn.Module):
+    """Attention of a user's own, with something done to its weights before they meet the values."""
+
+    def __init__(self, change: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.change = change
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.change((x @ x.mT).softmax(-1)) @ x
+
+
+CHANGES: dict[str, Callable[[Tensor], Tensor]] = {
+    "masked after the softmax": lambda a: a.masked_fill(torch.eye(5, dtype=torch.bool), 0.0),
+    "masked and set back to one": lambda a: (a * torch.ones(5, 5).tril()) / (a * torch.ones(5, 5).tril()).sum(-1, True),
+    "the largest kept": lambda a: torch.where(a >= a.max(-1, keepdim=True).values, a, 0.0),
+    "a head switched off": lambda a: a * torch.tensor([1.0, 0.0])[:, None, None],
+    "squared": lambda a: a * a,
+    "a slice": lambda a: torch.cat([a, a], -1)[..., :5].contiguous(),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_the_map_is_what_multiplied_the_values(change: str) -> None:
+    x = torch.randn(2, 2, 5, 8)
+    model = Custom(CHANGES[change])
+    try:
+        weights = attrace.trace(model, x).ops[0].weights()
+    except CaptureError:
+        assert change == "a slice"  # the copy that joins is not followed: nothing seen, and said
+        return
+    torch.testing.assert_close(weights @ x, model(x))
+
+
+@pytest.mark.parametrize(
+    "change", [lambda a: torch.einsum("bhqk,hg->bgqk", a, torch.randn(2, 2)), lambda a: a @ a], ids=["mixed", "twice"]
+)
+def test_maps_that_meet_no_values_are_an_error(change: Callable[[Tensor], Tensor]) -> None:
+    with pytest.raises(CaptureError, match="Custom"):
+        attrace.trace(Custom(change), torch.randn(2, 2, 5, 8))
+
+
+def test_dropout_after_the_softmax_is_taken_back() -> None:
+    x = torch.randn(1, 2, 5, 8)
+    model = Custom(nn.Dropout(0.5))
+    trace = attrace.trace(model, x)
+    torch.testing.assert_close(trace.ops[0].weights(), (x @ x.mT).softmax(-1))
+    with pytest.raises(CaptureError):
+        attrace.trace(Custom(nn.Dropout(0.5, inplace=True)), x)
+
+
+def test_autocast_does_not_lower_what_is_read() -> None:
+    trace = traced(tiny.model("bert"), tiny.inputs())
+    expected = trace.rollout(target=0, discard=0.2)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(trace.rollout(target=0, discard=0.2), expected)
+        assert trace.ops[0].weights().dtype == torch.float32
+
+
+def test_products_with_vectors_of_other_kinds() -> None:
+    op = traced(tiny.model("bert"), tiny.inputs()).ops[0]
+    r = torch.zeros(2, 7)
+    r[:, 2] = 1.0
+    r.requires_grad_()
+    op.rmatvec(r)[:, 3].sum().backward()
+    torch.testing.assert_close(r.grad, op.fused()[:, :, 3])
+    for wrong in (torch.ones(2, 7, dtype=torch.int64), torch.ones(2, 7, dtype=torch.complex64)):
+        with pytest.raises(InputError, match="vector of floats"):
+            op.matvec(wrong)
+
+
+def test_sinks_keep_their_mass_whatever_the_fusion() -> None:
+    trace = traced(tiny.model("gpt_oss", "eager"), tiny.inputs())
+    plain = 1 - trace.rollout(target=-1, layers=[1]).sum(-1)
+    assert (plain > 0.01).all()
+    for options in ({"heads": "max"}, {"discard": 0.3}):
+        kept = 1 - trace.rollout(target=-1, layers=[1], **options).sum(-1)
+        torch.testing.assert_close(kept, plain, atol=1e-5, rtol=0)
+    assert torch.allclose(trace.rollout(target=-1, heads="max", normalize=True).sum(-1), torch.ones(2))
+
+
+def test_arguments_by_position_and_hooks_of_the_caller() -> None:
+    model, inputs = tiny.model("bert"), tiny.inputs(pad=2)
+    with torch.no_grad():
+        named = attrace.trace(model, **inputs)
+        placed = attrace.trace(model, inputs["input_ids"], inputs["attention_mask"])
+        assert torch.equal(named.rollout(discard=0.3), placed.rollout(discard=0.3))
+        handle = model.register_forward_hook(lambda *_: "mine")
+        assert attrace.trace(model, **inputs).output == "mine"
+        handle.remove()
+
+
+def test_bad_questions() -> None:
+    trace = traced(tiny.model("bert"), tiny.inputs())
+    for wrong in ({"target": 7}, {"source": -8}, {"layers": [2]}, {"layers": []}, {"layers": [0, 0]}, {"heads": 4},
+                  {"heads": "sum"}, {"heads": [1, 2]}, {"residual": 1.5}, {"residual": float("nan")}, {"discard": 1},
+                  {"tolerance": -0.1}, {"segments": []}, {"segments": [(2, 2)]}, {"segments": [(0, 8)]}, {"target": []},
+                  {"target": 0, "source": 1}):  # fmt: skip
+        with pytest.raises(InputError, match=r"Expected .* Received"):
+            trace.rollout(**wrong)
+    with pytest.raises(ShapeError, match=r"\(7,\) or \(2, 7\)"):
+        trace.rollout(target=np.ones(3))
+    with pytest.raises(ShapeError, match="B=2 and n=7"):
+        trace.ops[0].rmatvec(torch.ones(2, 6))
+    for rows in ([7], [0.5], [-8]):
+        with pytest.raises(InputError, match="query rows"):
+            trace.ops[0].weights(rows)
+    torch.testing.assert_close(trace.ops[0].weights([-1, 2]), trace.ops[0].weights()[:, :, [-1, 2]])
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "eager"])
+def test_nan_names_layer_and_token(backend: str) -> None:
+    model = tiny.model("llama", backend)
+    model.model.layers[1].self_attn.q_proj.weight.data[0, 0] = torch.nan
+    trace = traced(model, tiny.inputs())
+    trace.ops[0].weights()
+    with pytest.raises(NonFiniteError, match=r"layer 1 \(model\.layers\.1\.self_attn\), token 0, batch item 0"):
+        trace.rollout()

@@ -181,7 +181,7 @@ def mails(model: Path, data: Path, seed: int) -> Iterator[Subject]:
     from spam_data import prepare  # type: ignore[import-not-found]  # the seeded split that the model was trained with
 
     loaded = huggingface.load(model)
-    held_out = prepare(data, 0).held_out
+    held_out = prepare(data, 1).held_out
     for mail in random.Random(seed).sample(held_out, min(MAILS, len(held_out))):
         text = cut(loaded.tokenizer, mail.text)
         yield ask(loaded, encode(loaded, text), "auto", detail=True)

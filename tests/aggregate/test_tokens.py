@@ -126,7 +126,7 @@ def test_a_separate_accent_carries_the_whole_letter():
 
 def test_tokens_without_text_are_named_by_their_piece():
     tokens = label_tokens("hi", [(0, 0), (0, 0), (0, 2)], ["<s>", "▁", "hi"], [1, 0, 0])
-    assert [(t.text, t.special) for t in tokens] == [("<s>", True), ("▁", False), ("hi", False)]
+    assert [(t.text, t.special) for t in tokens] == [("<s>", True), ("␣", False), ("hi", False)]
 
 
 @pytest.mark.parametrize("offset", [(0, 3), (-1, 1), (2, 1)])

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -42,11 +41,6 @@ def attrace_run(api: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]) -
     return call
 
 
-def heed_interruptions() -> None:
-    """Run in a child: a job in the background of a script is started deaf to Ctrl-C, and its children with it."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
 @pytest.fixture
 def start() -> Callable[..., subprocess.Popen[bytes]]:
     """start("explain", "x", FAKE_API="sleep") starts the command line over the stand-in api in a child."""
@@ -61,7 +55,6 @@ def start() -> Callable[..., subprocess.Popen[bytes]]:
             stdout=stdout,
             stderr=stderr,
             env={**os.environ, "PYTHONPATH": path, **settings},
-            preexec_fn=heed_interruptions,  # noqa: PLW1509
         )
 
     return begin

@@ -20,7 +20,10 @@ import attrace
 from attrace.apps import samples
 
 PACKAGE = Path(attrace.__file__).parent
-START = "import sys; from attrace.apps.cli import main; sys.argv[0] = 'attrace'; main()"
+START = (
+    "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler);"  # deaf where started in the background
+    "from attrace.apps.cli import main; sys.argv[0] = 'attrace'; main()"
+)
 
 pytestmark = pytest.mark.slow
 
@@ -155,8 +158,6 @@ def test_ctrl_c_at_any_moment_leaves_a_whole_report_or_none(
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         stdin=subprocess.DEVNULL,
-        # a background job starts deaf to it
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509
     )
     time.sleep(seconds)
     child.send_signal(signal.SIGINT)

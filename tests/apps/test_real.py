@@ -20,8 +20,9 @@ import attrace
 from attrace.apps import samples
 
 PACKAGE = Path(attrace.__file__).parent
+# A job in the background of a script is started deaf to Ctrl-C.
 START = (
-    "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler);"  # deaf where started in the background
+    "import signal, sys;signal.signal(signal.SIGINT, signal.default_int_handler);"
     "from attrace.apps.cli import main; sys.argv[0] = 'attrace'; main()"
 )
 

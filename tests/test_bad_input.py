@@ -219,6 +219,34 @@ def test_nan_in_the_weights_names_layer_and_token(models: dict[str, Path], tmp_p
         attrace.explain(folder, TEXT, target="token:3" if task == "masked" else "auto")
 
 
+@pytest.mark.parametrize("task", ["classifier", "causal", "encoder", "masked"])
+@pytest.mark.parametrize("layer", [0, 1])
+@pytest.mark.parametrize(
+    "part", [("value.weight", "v_proj.weight"), ("intermediate.dense.weight", "mlp.up_proj.weight")]
+)
+def test_nan_beside_the_attention_names_layer_and_token_too(
+    models: dict[str, Path], tmp_path: Path, task: str, layer: int, part: tuple[str, str]
+) -> None:
+    folder = tmp_path / task
+    shutil.copytree(models[task], folder)
+    weights = load_file(folder / "model.safetensors")
+    name = next(k for k in weights if f".{layer}." in k and k.endswith(part))
+    weights[name][:] = torch.nan
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(errors.NonFiniteError, match=rf"layer \d.*token 0 \('.*'\).*{name}"):
+        attrace.explain(folder, "The capital of [MASK] is Rome")
+
+
+def test_nan_in_the_head_is_told(models: dict[str, Path], tmp_path: Path) -> None:
+    folder = tmp_path / "head"
+    shutil.copytree(models["classifier"], folder)
+    weights = load_file(folder / "model.safetensors")
+    weights["classifier.weight"][0, 0] = torch.nan
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(errors.NonFiniteError, match=r"the head, after the last layer.*classifier\.weight"):
+        attrace.explain(folder, TEXT)
+
+
 def test_the_caller_is_told_of_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     import sys
 

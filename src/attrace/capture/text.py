@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -278,13 +279,35 @@ def _check_finite(loaded: Loaded, encoding: Encoding, trace: Trace, output: Any)
     found = next(((op, row) for op, row in bad_rows if row is not None), None)
     if found is None and bool(result.isfinite().all()):
         return
-    at = "after the last layer"
+    bad = [name for name, p in loaded.model.named_parameters() if not bool(p.isfinite().all())]
     if found is not None:
         op, row = found
         at = f"layer {op.layer} ({op.name}), token {row} ({encoding.pieces[row]!r})"
-    bad = [name for name, p in loaded.model.named_parameters() if not bool(p.isfinite().all())]
+    else:
+        at = _after_attention(loaded, encoding, result, bad)
     cause = f"the weights {', '.join(bad[:3])} hold NaN or infinity" if bad else "its weights are finite"
     raise NonFiniteError(
         f"Expected finite numbers from {loaded.name}. Received: NaN or infinity, first seen in {at}; {cause}. "
         "Give a sound copy of the model."
     )
+
+
+def _after_attention(loaded: Loaded, encoding: Encoding, result: Tensor, bad: list[str]) -> str:
+    """The place of NaN that no attention call has seen: in the last layer after its attention, or in the head."""
+    hidden = result if result.ndim == 3 else run_body(loaded, encoding)
+    rows = (~hidden[0].isfinite().all(-1)).nonzero()
+    number = next((n for name in bad if (n := re.search(r"\.(\d+)\.", name))), None)
+    if number is None and result.ndim == 2 and not len(rows):
+        return "the head, after the last layer, for the whole text"
+    layer = f"layer {number[1]}" if number else "the head, after the last layer"
+    if not len(rows):
+        return layer
+    row = int(rows[0])
+    return f"{layer}, after its attention, token {row} ({encoding.pieces[row]!r})"
+
+
+def run_body(loaded: Loaded, encoding: Encoding) -> Tensor:
+    """The last hidden states, (1, n, d), of a model with a head."""
+    with torch.no_grad(), clear_errors(loaded.name):
+        hidden: Tensor = loaded.model.base_model(**encoding.inputs, return_dict=True).last_hidden_state
+    return hidden

@@ -192,10 +192,9 @@ class QueryKeyAttention(TorchAttention):
         return working_dtype(self.query.dtype)
 
     def first_bad_row(self) -> int | None:
-        if bool(self.query.isfinite().all()) and bool(self.key.isfinite().all()):
-            return None
-        finite = self.query.isfinite().all(-1).all(1) & self.key.isfinite().all(-1).all(1)[:, : self.shape[2]]
-        return _first(~finite.all(0))
+        held = [t for t in (self.query, self.key, self.value) if t is not None]
+        bad = [~t.isfinite().all(-1).all(1).all(0) for t in held if not bool(t.isfinite().all())]
+        return min((row for b in bad if (row := _first(b)) is not None), default=None)
 
     def _rows(self, rows: Tensor) -> Tensor:
         if [version_of(t) for t in self._held] != self._versions:

@@ -127,7 +127,8 @@ length) with AdamW, warm-up and cosine; in the first {r["masked_epochs"]} epochs
 on runs of characters (weight {r["teacher_weight"]}) and smoothed ({r["smoothing"]}); made-up
 addresses are strewn in, the same for both classes; the weights are a moving average over the
 last steps. Seed {f["seed"]}; {f["minutes"]:.1f} minutes on two CPU cores that had other work as well
-({f["cpu_minutes"]:.1f} minutes of processor time over both), all included.
+({f["cpu_minutes"]:.1f} minutes of processor time over both), all included; without other work an epoch
+takes half a minute there, the whole about 13 minutes.
 `scripts/train_spam_model.py` does it.
 """
 

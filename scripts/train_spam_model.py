@@ -156,6 +156,8 @@ def main() -> None:
     parser.add_argument("--samples", type=Path, default=Path("src/attrace/assets/samples"))
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--epochs", type=int, default=Recipe.epochs)
+    # The trainer of vocabularies draws the order of its ties anew in each process: it has no seed.
+    parser.add_argument("--tokenizer", type=Path, help="take this folder's vocabulary instead of learning one")
     args = parser.parse_args()
 
     torch.set_num_threads(2)
@@ -169,7 +171,10 @@ def main() -> None:
     print(json.dumps(data.counts), len(data.train), len(data.validation), len(data.held_out), flush=True)
     assert_disjoint([*data.train, *data.validation], data.held_out)
     written = written_mails(1500, random.Random(args.seed))
-    tokenizer = train_tokenizer([*(m.text for m in data.train), *(w.text for w in written)], recipe.vocabulary)
+    if args.tokenizer:
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(args.tokenizer)
+    else:
+        tokenizer = train_tokenizer([*(m.text for m in data.train), *(w.text for w in written)], recipe.vocabulary)
     teacher = teacher_of(data.train, args.seed)
     for model in train(data.train, teacher, data.validation, tokenizer, recipe, args.seed):
         save(args.out, model, tokenizer)  # after each epoch: a run cut short leaves a usable model

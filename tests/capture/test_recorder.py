@@ -10,9 +10,12 @@ import tiny
 import torch
 from tiny import traced
 from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
 
 import attrace
+from attrace.capture.torch_recorder import modules_of
 from attrace.errors import CaptureError, InputError, NonFiniteError, ShapeError
+from attrace.ops.attention import naive
 
 
 def test_a_fully_masked_row_is_zero_and_stays_finite() -> None:
@@ -273,3 +276,26 @@ def test_nan_names_layer_and_token(backend: str) -> None:
     trace.ops[0].weights()
     with pytest.raises(NonFiniteError, match=r"layer 1 \(model\.layers\.1\.self_attn\), token 0, batch item 0"):
         trace.rollout()
+
+
+@pytest.mark.parametrize("length", [1, 7, 127, 128, 129, 200])
+def test_products_of_short_and_long_maps_are_the_same_sum(length: int) -> None:
+    generator = torch.Generator().manual_seed(length)
+    query, key = (torch.randn(2, 4, length, 8, generator=generator) for _ in "qk")
+
+    class Attention(nn.Module):
+        def forward(self, query: Tensor, key: Tensor) -> Tensor:
+            return F.scaled_dot_product_attention(query, key, key, is_causal=True)
+
+    op = attrace.trace(Attention(), query, key).ops[0]
+    weights = naive.attention_weights(query.double().numpy(), key.double().numpy(), causal=True)
+    r = torch.rand(2, length, 3, generator=generator, dtype=torch.float64)
+    got = op.rmatvec(r).numpy()
+    assert got == pytest.approx(np.einsum("bqm,bhqt->btm", r.numpy(), weights) / 4, abs=1e-6)
+
+
+def test_modules_are_found_as_torch_finds_them() -> None:
+    shared = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    model = nn.ModuleDict({"a": nn.Sequential(shared, nn.Identity()), "b": shared, "c": nn.ModuleList([shared[0]])})
+    model["a"].register_module("none", None)
+    assert list(modules_of(model).items()) == list(model.named_modules())

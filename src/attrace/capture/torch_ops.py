@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from attrace.errors import CaptureError, InputError, NonFiniteError, ShapeError
-from attrace.ops.attention.rows import blocks, contract, weight_rows, working_dtype
+from attrace.ops.attention.rows import CHUNK, blocks, contract, mean_of_heads, weight_rows, working_dtype
 from attrace.ops.heads import CheckedHeads, check_heads, fuse_heads
 from attrace.types import Heads
 
@@ -64,6 +65,10 @@ class TorchAttention:
         """(R,) -> (B, H, R, T)."""
         raise NotImplementedError
 
+    def _all_rows(self) -> Tensor:
+        """(B, H, Q, T), for a map small enough to be made at once."""
+        return self._rows(torch.arange(self.shape[2], device=self.device))
+
     def first_bad_row(self) -> int | None:
         """The first query position with NaN or infinity in what was recorded, or None."""
         raise NotImplementedError
@@ -100,9 +105,17 @@ class TorchAttention:
         Rows of r that are zero for the whole batch are not computed: one target costs one row of the top layer.
         """
         columns = self._columns(r, self.shape[2], "queries")
+        few = self.shape[0] * self.heads * self.shape[2] * self.shape[3] <= FEW_CELLS
+        if few and self.shape[2] <= CHUNK and isinstance(heads, str) and heads == "mean":
+            product = self._sound(mean_of_heads(columns, self._all_rows())).to(r.dtype)
+        else:
+            product = self._sound(self._sum_of_rows(columns, heads, few=few)).to(r.dtype)
+        return product.squeeze(1) if r.ndim == 2 else product.transpose(1, 2)
+
+    def _sum_of_rows(self, columns: Tensor, heads: Heads, *, few: bool) -> Tensor:
+        """(B, Q, M) -> (B, M, T), over blocks of rows."""
         rows = torch.arange(self.shape[2], device=self.device)
-        cells = self.shape[0] * self.heads * self.shape[2] * self.shape[3]
-        if cells > FEW_CELLS and not columns.requires_grad:  # a zero has a gradient too
+        if not few and not columns.requires_grad:  # a zero has a gradient too
             rows = rows[(columns != 0).any(dim=2).any(dim=0)]
         product: Tensor | float = 0.0
         coefficients = _coefficients(check_heads(heads, self.heads), self.heads)
@@ -119,8 +132,7 @@ class TorchAttention:
                 product = product + contract(wide, weights.flatten(1, 2))
         if isinstance(product, float):  # no row was asked for
             product = columns.new_zeros(self.shape[0], columns.shape[2], self.shape[3])
-        product = self._sound(product).to(r.dtype)
-        return product.squeeze(1) if r.ndim == 2 else product.transpose(1, 2)
+        return product
 
     def fused(self, heads: Heads = "mean") -> Tensor:
         """The head-fused map, (B, Q, T)."""
@@ -136,7 +148,7 @@ class TorchAttention:
 
     def _sound(self, product: Tensor) -> Tensor:
         """The product itself; where it holds NaN, the row of weights that brought it is looked for and named."""
-        if bool(product.detach().isnan().any()):
+        if math.isnan(product.detach().sum().item()):  # a finite product adds up, NaN stays: one pass
             for block in self._row_blocks():
                 self._checked(block)
         return product
@@ -197,6 +209,12 @@ class QueryKeyAttention(TorchAttention):
         return min((row for b in bad if (row := _first(b)) is not None), default=None)
 
     def _rows(self, rows: Tensor) -> Tensor:
+        return self._recomputed(rows)
+
+    def _all_rows(self) -> Tensor:
+        return self._recomputed(None)
+
+    def _recomputed(self, rows: Tensor | None) -> Tensor:
         if [version_of(t) for t in self._held] != self._versions:
             raise CaptureError(
                 f"Expected the query and key of {self.name} as the model used them. Received: tensors that were "

@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -100,13 +100,13 @@ class PendingSoftmax:
 class Recorder(TorchDispatchMode):
     """Fills a trace while the model runs under it."""
 
-    def __init__(self, trace: Trace, model: nn.Module, *, blocks: BlockInputs | None) -> None:
+    def __init__(self, trace: Trace, modules: dict[str, nn.Module], *, blocks: BlockInputs | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._trace = trace
         self._blocks = blocks
         self._values = blocks is not None
         self._thread = threading.get_ident()
-        self._names = {id(module): name or type(model).__name__ for name, module in model.named_modules()}
+        self._names = {id(module): name or trace.model for name, module in modules.items()}
         self._running = False
         self._batch: int | None = None
         self._pending: dict[int, PendingSoftmax] = {}
@@ -306,15 +306,35 @@ class GuardedRecorder(Recorder):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
-def has_compiled_parts(model: nn.Module) -> bool:
+def modules_of(model: nn.Module) -> dict[str, nn.Module]:
+    """What `named_modules` gives, in a third of its time: a trace of a small model feels it."""
+    found: dict[str, nn.Module] = {}
+    seen: set[nn.Module] = set()
+    ahead = [("", model)]
+    while ahead:
+        name, module = ahead.pop()
+        if module in seen:
+            continue
+        seen.add(module)
+        found[name] = module
+        if module._modules:
+            start = f"{name}." if name else ""
+            ahead += [(start + key, child) for key, child in reversed(module._modules.items()) if child is not None]
+    return found
+
+
+def has_compiled_parts(modules: Iterable[nn.Module]) -> bool:
     compiler = sys.modules.get("torch._dynamo.eval_frame")
     if compiler is None:
         return False
-    return any(isinstance(m, compiler.OptimizedModule) or m._compiled_call_impl is not None for m in model.modules())
+    whole = compiler.OptimizedModule
+    return any(m._compiled_call_impl is not None or isinstance(m, whole) for m in modules)
 
 
 def named_arguments(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """The arguments of the model's forward by name, those given by position as well."""
+    if not args:
+        return kwargs
     try:
         bound = inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments
     except (TypeError, ValueError):  # the call itself will tell
@@ -390,8 +410,9 @@ def record(model: nn.Module, *, values: bool = False) -> Iterator[Trace]:
     if values:
         blocks = BlockInputs(model)
         trace.values, trace.family = True, blocks.family_of("")
-    kind = GuardedRecorder if has_compiled_parts(model) else Recorder
-    recorder = kind(trace, model, blocks=blocks)
+    modules = modules_of(model)
+    kind = GuardedRecorder if has_compiled_parts(modules.values()) else Recorder
+    recorder = kind(trace, modules, blocks=blocks)
     with ExitStack() as undo:
         for handle in blocks.watch() if blocks else ():
             undo.callback(handle.remove)

@@ -24,14 +24,14 @@ def weight_rows(
     query: Tensor,
     key: Tensor,
     *,
-    rows: Tensor,
+    rows: Tensor | None,
     scale: float | None = None,
     bias: Tensor | None = None,
     causal: bool = False,
 ) -> Tensor:
     """The given query rows of softmax(scale Q K^T + bias).
 
-    query (B, H, Q, D), key (B, K, T, D), `rows` (R,) integer -> (B, H, R, T); arguments and result as in
+    query (B, H, Q, D), key (B, K, T, D), `rows` (R,) integer, None for all -> (B, H, R, T); arguments and result as in
     `naive.attention_weights`, in float32 (float64 where the input is).
     """
     with without_autocast(query):
@@ -39,23 +39,27 @@ def weight_rows(
 
 
 def _weight_rows(
-    query: Tensor, key: Tensor, *, rows: Tensor, scale: float | None, bias: Tensor | None, causal: bool
+    query: Tensor, key: Tensor, *, rows: Tensor | None, scale: float | None, bias: Tensor | None, causal: bool
 ) -> Tensor:
     dtype = working_dtype(query.dtype)
-    batch, heads, _, width = query.shape
+    if rows is not None:
+        query = query.index_select(2, rows)
+    batch, heads, count, width = query.shape
     groups, length = key.shape[1], key.shape[2]
-    q = query.index_select(2, rows).to(dtype) * (width**-0.5 if scale is None else scale)
+    q = query.to(dtype) * (width**-0.5 if scale is None else scale)
     k = key.to(dtype)
     if groups == heads:
         scores = q @ k.transpose(-1, -2)
     else:  # grouped heads: the query heads of a group share one key head, which is never expanded
-        q = q.reshape(batch, groups, heads // groups * len(rows), width)
-        scores = (q @ k.transpose(-1, -2)).reshape(batch, heads, len(rows), length)
+        q = q.reshape(batch, groups, heads // groups * count, width)
+        scores = (q @ k.transpose(-1, -2)).reshape(batch, heads, count, length)
     if bias is not None:
-        block = bias if bias.ndim < 2 or bias.shape[-2] == 1 else bias.index_select(-2, rows)
+        one_for_all = bias.ndim < 2 or bias.shape[-2] == 1
+        block = bias if rows is None or one_for_all else bias.index_select(-2, rows)
         scores = scores.masked_fill_(~block, -torch.inf) if block.dtype == torch.bool else scores.add_(block.to(dtype))
     if causal:
-        later = torch.arange(length, device=rows.device) > rows[:, None]
+        at = torch.arange(count, device=query.device) if rows is None else rows
+        later = torch.arange(length, device=query.device) > at[:, None]
         scores.masked_fill_(later, -torch.inf)
     weights = scores.softmax(-1)
     if bias is not None:  # only a mask can leave a row with nothing to attend to
@@ -66,6 +70,13 @@ def _weight_rows(
 def blocks(rows: Tensor, elements_per_row: int) -> Iterator[Tensor]:
     """Cut row indices into blocks of about BLOCK_ELEMENTS weights."""
     yield from rows.split(max(1, BLOCK_ELEMENTS // max(1, elements_per_row)))
+
+
+def mean_of_heads(left: Tensor, weights: Tensor) -> Tensor:
+    """Left (B, Q, M) and weights (B, H, Q, T) -> (B, M, T), summed over at most CHUNK rows and averaged over heads."""
+    with without_autocast(left):
+        wide = torch.float32 if left.device.type == "mps" else torch.float64
+        return (left.transpose(1, 2)[:, None] @ weights).mean(1, dtype=wide)
 
 
 def contract(left: Tensor, right: Tensor) -> Tensor:

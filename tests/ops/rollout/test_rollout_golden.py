@@ -1,4 +1,7 @@
-"""Every golden rollout case in every framework, the traps included."""
+"""Every golden rollout case in every framework, the traps included.
+
+The golden area "rollout" also has the cases of attention flow, flow-*: tests/ops/flow/test_flow.py has those.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +17,10 @@ from attrace.ops.rollout import naive, row_mass
 
 HERE = Path(__file__).resolve().parents[2] / "cases" / "golden.json"
 SHARED = [above / "shared" / "cases" / "golden.json" for above in Path(__file__).resolve().parents[4:6]]
-CASES = {case["id"]: case for case in json.loads(HERE.read_text(encoding="utf-8"))}
+AREA = {case["id"]: case for case in json.loads(HERE.read_text(encoding="utf-8"))}
+CASES = {name: case for name, case in AREA.items() if name.startswith("rollout-")}
 IDS = sorted(CASES)
+TESTED_IN_FLOW = ["flow-1", "flow-2", "flow-3"]
 TWO_STREAMS = [name for name in IDS if name.startswith("rollout-encdec")]
 GRADIENTS = [name for name in IDS if name.startswith("rollout-gradient")]
 PLAIN = [name for name in IDS if name not in TWO_STREAMS + GRADIENTS]
@@ -62,13 +67,18 @@ def traps(case: dict[str, Any]) -> list[Any]:
 
 
 def test_the_copy_equals_the_shared_cases() -> None:
-    assert len(CASES) == 33
+    assert len(AREA) == 36
     found = [path for path in SHARED if path.exists()]
     if not found:
         pytest.skip("no shared cases beside this clone; its own copy is what the tests use")
     shared = json.loads(found[0].read_text(encoding="utf-8"))
-    wanted = {case["id"]: case for case in shared if case["id"].startswith("rollout-")}
-    assert wanted == CASES
+    wanted = {case["id"]: case for case in shared if case["area"] == "rollout"}
+    assert wanted == AREA
+
+
+def test_every_case_of_the_area_is_tested_here_or_with_the_flow() -> None:
+    assert {case["area"] for case in AREA.values()} == {"rollout"}
+    assert sorted(PLAIN + TWO_STREAMS + GRADIENTS + TESTED_IN_FLOW) == sorted(AREA)
 
 
 @pytest.mark.parametrize("name", PLAIN)

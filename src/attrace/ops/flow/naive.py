@@ -141,6 +141,6 @@ def _scipy() -> tuple[Any, Any]:
         from scipy.sparse import csgraph
     except ModuleNotFoundError as error:
         raise MissingDependencyError(
-            f"Expected SciPy for the attention flow. Received: {error}. Install it with: pip install 'attrace[flow]'"
+            f"Expected SciPy for the attention flow. Received: {error}. Install it with: pip install 'attrace[flow]'."
         ) from None
     return sparse, csgraph

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from torch import Tensor
 from attrace.errors import CaptureError, InputError, NonFiniteError, ShapeError
 from attrace.ops.attention.rows import CHUNK, blocks, contract, mean_of_heads, weight_rows, working_dtype
 from attrace.ops.heads import CheckedHeads, check_heads, fuse_heads
+from attrace.ops.namespace import Name
 from attrace.types import Heads
 
 if TYPE_CHECKING:
@@ -32,6 +33,8 @@ def version_of(tensor: Tensor) -> int:
 class TorchAttention:
     """One recorded call.  Subclasses give `_rows`; products run over blocks of rows, never over (B, H, Q, T)."""
 
+    vectors: ClassVar[Name] = "torch"
+    """The framework of the vectors that it takes and gives."""
     name: str
     layer: int
     """Place of the call in the order of the model's attention calls, from 0."""

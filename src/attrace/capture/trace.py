@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal
-
-import numpy as np
-import torch
-from numpy.typing import NDArray
-from torch import Tensor
+from typing import Any, Literal, Protocol
 
 from attrace.errors import CaptureError, InputError, ShapeError
 from attrace.ops.heads import check_heads
+from attrace.ops.namespace import Name, dtype_name, framework, framework_of
 from attrace.ops.rollout.checks import (
     check_discard,
     check_index,
@@ -21,27 +17,55 @@ from attrace.ops.rollout.checks import (
     check_tolerance,
 )
 from attrace.ops.rollout.streamed import Mixing, Scaling, source_columns, target_rows
-from attrace.types import Heads
+from attrace.types import Array, AttentionOp, Heads
 
-if TYPE_CHECKING:
-    from attrace.capture.torch_ops import TorchAttention
+FLOATS = ("float16", "bfloat16", "float32", "float64")
+
+
+class RecordedOp(AttentionOp, Protocol):
+    """One recorded attention call, whatever the seam that saw it."""
+
+    vectors: Name
+    """The framework of the vectors that it takes and gives."""
+    layer: int
+    """Place of the call in the order of the model's attention calls, from 0."""
+    block: Any
+    """The block around the call, where it was recorded (`attrace.capture.torch_blocks`)."""
+
+    @property
+    def causal(self) -> bool:
+        """Whether the call itself says that no query sees a later key; a mask may say so too."""
+        ...
+
+    @property
+    def device(self) -> Any: ...
+
+    @property
+    def dtype(self) -> Any:
+        """Dtype of the weights: float32, or float64 where the model runs in it."""
+        ...
+
+    def first_bad_row(self) -> int | None:
+        """The first query position with NaN or infinity in what was recorded, or None."""
+        ...
 
 
 @dataclass(eq=False)
 class Trace:
-    """What the model returned, and its attention calls in order."""
+    """What the model returned, and its attention calls in order.  Knows no framework: the calls do."""
 
     model: str
     """The model's class, for messages."""
     config: Any = field(default=None, repr=False)
     """The model's configuration, where it has one."""
     output: Any = field(default=None, repr=False)
-    ops: list[TorchAttention] = field(default_factory=list)
+    ops: list[Any] = field(default_factory=list)
+    """Each a `RecordedOp`."""
     unread: list[str] = field(default_factory=list)
     """Attention that was seen but cannot be read as (B, H, Q, T) maps."""
     starts: list[int] = field(default_factory=list, repr=False)
     """For each call of the model, how many operators there were before it."""
-    valid: Tensor | None = field(default=None, repr=False)
+    valid: Array | None = field(default=None, repr=False)
     """(B, n), True at real tokens, where the call had an attention mask of that shape."""
 
     values: bool = False
@@ -52,8 +76,7 @@ class Trace:
     def begin(self, attention_mask: Any) -> None:
         """Note that the model is called (the recorder does)."""
         self.starts.append(len(self.ops))
-        two_d = isinstance(attention_mask, Tensor) and attention_mask.ndim == 2
-        self.valid = attention_mask.detach().bool() if two_d else None
+        self.valid = attention_mask != 0 if getattr(attention_mask, "ndim", None) == 2 else None
 
     def check(self) -> None:
         """CaptureError unless attention was seen and all of it can be read."""
@@ -83,7 +106,7 @@ class Trace:
     def rollout(
         self,
         *,
-        target: int | Sequence[int] | Tensor | NDArray[Any] | None = None,
+        target: int | Sequence[int] | Array | None = None,
         source: int | Sequence[int] | None = None,
         segments: Sequence[tuple[int, int]] | None = None,
         residual: float = 0.5,
@@ -92,7 +115,7 @@ class Trace:
         layers: Sequence[int] | None = None,
         normalize: bool | None = None,
         tolerance: float = 0.0,
-    ) -> Tensor:
+    ) -> Array:
         """Rollout of the recorded layers, streamed over blocks of rows (Abnar and Zuidema 2020, sec. 4).
 
         One question at a time: `target` is a token position -> its row (B, n), several positions -> (B, k, n), or
@@ -127,32 +150,39 @@ class Trace:
             answer = target_rows(ops, start, mixing, tolerance=tolerance)
         else:
             answer = source_columns(ops, start, mixing)
-        answer = answer.to(ops[-1].dtype)
+        answer = framework(ops[-1].vectors).xp.astype(answer, ops[-1].dtype, copy=False)
         if single:
-            return answer.squeeze(-1)
-        return answer.transpose(1, 2) if ask in ("target", "source") else answer
+            return answer[..., 0]
+        return answer.swapaxes(1, 2) if ask in ("target", "source") else answer
 
     def _question(
-        self, op: TorchAttention, target: Any, source: Any, segments: Any
-    ) -> tuple[Tensor, Literal["target", "source", "segments", "map"], bool]:
+        self, op: RecordedOp, target: Any, source: Any, segments: Any
+    ) -> tuple[Array, Literal["target", "source", "segments", "map"], bool]:
         """The vectors to start from, (B, n, M), which question they ask, and whether M is to be dropped.
 
         What is carried from layer to layer is float64 where the device has it, for vectors; a whole map is float32.
         """
         batch, _, n, _ = op.shape
-        whole = target is None and source is None and segments is None
-        wide = op.dtype if whole or op.device.type == "mps" else torch.float64
-        eye = torch.eye(n, dtype=wide, device=op.device).expand(batch, n, n)
-        if whole:
-            return eye, "map", False
+        arrays = framework(op.vectors)
+        wide = arrays.double(op.device)
+
+        def ones_at(places: Sequence[Any]) -> Array:
+            start = arrays.xp.zeros((batch, n, len(places)), dtype=wide, device=op.device)
+            for column, place in enumerate(places):
+                start[:, place, column] = 1.0
+            return start
+
+        if target is None and source is None and segments is None:
+            eye = arrays.xp.eye(n, dtype=op.dtype, device=op.device)
+            return arrays.xp.broadcast_to(eye, (batch, n, n)), "map", False
         if segments is not None:
-            return _indicators(segments, eye), "segments", False
-        if isinstance(target, Tensor | np.ndarray) and torch.as_tensor(target).is_floating_point():
-            row = _start_row(torch.as_tensor(target), batch, n).to(op.device, wide)
-            return row[..., None], "target", True
+            return ones_at(_slices(segments, n)), "segments", False
+        if getattr(target, "ndim", 0) and framework_of(target) and dtype_name(target) in FLOATS:
+            row = _start_row(arrays.convert(target, wide, op.device), batch, n)
+            return arrays.xp.broadcast_to(row, (batch, n))[..., None], "target", True
         ask: Literal["target", "source"] = "target" if source is None else "source"
         at, single = check_positions(ask, target if source is None else source, n)
-        return eye[..., at], ask, single
+        return ones_at(at), ask, single
 
     def contributions(self) -> Trace:
         """The run with each attention block's contributions in the place of its maps: one head, rows sum to one.
@@ -162,13 +192,18 @@ class Trace:
         roll out with residual=0.0.  Needs `record(model, values=True)` and a known family; CaptureError
         otherwise.  Nothing is computed until it is asked for.
         """
+        self.check()
+        if self.ops[0].vectors != "torch":
+            raise CaptureError(
+                f"Expected a PyTorch model, for contributions. Received: {self.model}. Use the method rollout, "
+                "last-layer or leave-one-out."
+            )
         from attrace.capture.torch_blocks import contributions_of
 
-        self.check()
-        ops: list[TorchAttention] = [contributions_of(op, self.family, values=self.values) for op in self.ops]
+        ops = [contributions_of(op, self.family, values=self.values) for op in self.ops]
         return replace(self, ops=ops, unread=[], starts=list(self.starts))
 
-    def _chain(self, layers: Sequence[int] | None) -> list[TorchAttention]:
+    def _chain(self, layers: Sequence[int] | None) -> list[RecordedOp]:
         self.check()
         if len(self.starts) != 1:
             raise CaptureError(
@@ -200,15 +235,13 @@ def layer_indices(layers: Sequence[int] | None, count: int) -> list[int]:
     return sorted(chosen)
 
 
-def _start_row(row: Tensor, batch: int, n: int) -> Tensor:
-    if row.shape not in ((n,), (batch, n)):
+def _start_row(row: Array, batch: int, n: int) -> Array:
+    if tuple(row.shape) not in ((n,), (batch, n)):
         raise ShapeError(f"Expected a row of shape ({n},) or ({batch}, {n}). Received: {tuple(row.shape)}.")
-    return row.expand(batch, n)
+    return row
 
 
-def _indicators(segments: Sequence[tuple[int, int]], eye: Tensor) -> Tensor:
-    """One column per segment, 1 at its tokens: (B, n, M)."""
-    n = eye.shape[-1]
+def _slices(segments: Sequence[tuple[int, int]], n: int) -> list[slice]:
     for start, stop in segments:
         if not 0 <= start < stop <= n:
             raise InputError(
@@ -216,4 +249,4 @@ def _indicators(segments: Sequence[tuple[int, int]], eye: Tensor) -> Tensor:
             )
     if not segments:
         raise InputError("Expected at least one segment. Received: none.")
-    return torch.stack([eye[..., a:b].sum(-1) for a, b in segments], dim=-1)
+    return [slice(start, stop) for start, stop in segments]

@@ -198,6 +198,15 @@ class QueryKeyAttention(TorchAttention):
         self._held = [t for t in (self.query, self.key, self.bias) if t is not None]
         self._versions = [version_of(t) for t in self._held]
 
+    def hold(self, key: Tensor) -> None:
+        """Take the first keys of the call out of a store that nothing else writes to, (B, K, T', D)."""
+        count = key.shape[2]
+        self.key, self.shape = key, (*self.shape[:3], count)
+        self.value = None if self.value is None else self.value[:, :, :count]
+        self.bias = None if self.bias is None or self.bias.ndim == 0 else self.bias[..., :count]
+        self._held = [t for t in (self.query, self.bias) if t is not None]
+        self._versions = [version_of(t) for t in self._held]
+
     @property
     def device(self) -> torch.device:
         return self.query.device

@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 import sys
 import threading
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 from torch.overrides import enable_reentrant_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from attrace.capture.steps import Call, Keys, call_of, joins_cache
 from attrace.capture.torch_blocks import BlockInputs
 from attrace.capture.torch_ops import QueryKeyAttention, SoftmaxAttention, TorchAttention, version_of
 from attrace.capture.trace import Trace
@@ -83,6 +85,8 @@ class Caller:
     heads: int | None = None
     cross: bool | None = None
     """Whether keys come from another stream than queries; None where the arguments do not tell."""
+    queries: int | None = None
+    """How many tokens ask, where the heads of a group share the query axis of the call instead."""
 
 
 @dataclass
@@ -108,6 +112,9 @@ class Recorder(TorchDispatchMode):
         self._thread = threading.get_ident()
         self._names = {id(module): name or trace.model for name, module in modules.items()}
         self._running = False
+        self._call = Call()
+        self._keys: dict[tuple[str, int], Keys] = {}
+        self._placed: Counter[str] = Counter()
         self._batch: int | None = None
         self._pending: dict[int, PendingSoftmax] = {}
 
@@ -118,11 +125,12 @@ class Recorder(TorchDispatchMode):
 
     # Which module runs
 
-    def _caller(self) -> Caller:
+    def _caller(self) -> Caller | None:
         """The innermost module of the model on the call stack, by the first argument of its functions.
 
         Looked up for attention calls alone: hooks on every module would cost more than the rest of the recorder,
-        switch off the fast paths that check for hooks, and run in other threads.
+        switch off the fast paths that check for hooks, and run in other threads.  None where no module of the model
+        is on the stack: the call is another model's.
         """
         frame: FrameType | None = sys._getframe(1)
         while frame is not None:
@@ -132,12 +140,13 @@ class Recorder(TorchDispatchMode):
                 module = local.get(code.co_varnames[0])
                 name = self._names.get(id(module))
                 if name is not None:
+                    queries = local.get("q_length") if code.co_name == "sdpa_attention_forward" else None
                     if code.co_name != "forward" or not isinstance(module, nn.Module):
                         frame = self._forward_of(module, frame)
                         local = {} if frame is None else frame.f_locals
-                    return Caller(name, heads_of(module), is_cross(local))
+                    return Caller(name, heads_of(module), is_cross(local), queries)
             frame = frame.f_back
-        return Caller(self._trace.model)
+        return Caller(self._trace.model) if self._running else None
 
     def _forward_of(self, module: Any, frame: FrameType) -> FrameType | None:
         """The frame of the module's own forward, from a function that it called with itself."""
@@ -156,7 +165,9 @@ class Recorder(TorchDispatchMode):
         self._pending.clear()
         given = named_arguments(model, args, kwargs)
         self._batch = next((v.shape[0] for k in BATCHED if isinstance(v := given.get(k), Tensor) and v.ndim), None)
-        self._trace.begin(given.get("attention_mask"))
+        self._call = call_of(given)
+        self._placed.clear()
+        self._trace.begin(given.get("attention_mask"), self._call)
 
     def leave_model(self, _model: nn.Module, _args: Any, output: Any) -> None:
         if threading.get_ident() == self._thread:
@@ -177,7 +188,7 @@ class Recorder(TorchDispatchMode):
         out = func(*args, **kwargs)
         # Every operator of the model comes by here: one look-up decides.
         part = PARTS.get(func)
-        if part is None or not self._running:
+        if part is None:
             return out
         if part == "fused":
             with enable_reentrant_dispatch():  # so that detached tensors share their version counters
@@ -196,13 +207,18 @@ class Recorder(TorchDispatchMode):
         bias_at, causal_at = FUSED[func]
         bias = kwargs.get("attn_mask") if bias_at is None else args[bias_at]
         caller = self._caller()
+        if caller is None:
+            return
+        if caller.queries == 1 < query.shape[2]:  # one token, the heads of each group along the query axis
+            query, bias = (t if t is None or t.shape[1] == 1 else t.reshape(t.shape[0], -1, 1, t.shape[3])
+                           for t in (query, bias))
         shape = (query.shape[0], query.shape[1], query.shape[2], key.shape[2])
         self._record(
             QueryKeyAttention(
                 name=caller.name,
                 layer=len(self._trace.ops),
                 shape=shape,
-                kind=kind_of(caller, shape),
+                kind=self._kind_of(caller, shape),
                 value=value.detach() if self._values else None,
                 query=query.detach(),
                 key=key.detach(),
@@ -214,10 +230,12 @@ class Recorder(TorchDispatchMode):
 
     def _softmax(self, args: tuple[Any, ...], out: Tensor) -> None:
         dim = args[1]
-        if out.ndim >= 3 and dim in (-1, out.ndim - 1):
+        if out.ndim >= 3 and dim in (-1, out.ndim - 1) and (caller := self._caller()) is not None:
             with enable_reentrant_dispatch():
                 kept = out.detach()
-            found = PendingSoftmax(kept, version_of(kept), self._caller())
+            if not self._running:  # nothing else clears what met no values
+                self._pending = {k: p for k, p in self._pending.items() if p.caller.name == caller.name}
+            found = PendingSoftmax(kept, version_of(kept), caller)
             found.carriers[storage_of(out)] = is_transposed(out)
             self._pending[storage_of(out)] = found
 
@@ -254,7 +272,7 @@ class Recorder(TorchDispatchMode):
                         name=found.caller.name,
                         layer=len(self._trace.ops),
                         shape=(batch, heads, length, keys),
-                        kind=kind_of(found.caller, (batch, heads, length, keys)),
+                        kind=self._kind_of(found.caller, (batch, heads, length, keys)),
                         value=value.reshape(batch, heads, keys, -1) if self._values else None,
                         map=weights,
                         version=version_of(weights),
@@ -287,9 +305,18 @@ class Recorder(TorchDispatchMode):
             heads = shape[0] // batch
         return (shape[0] // heads, heads) if len(shape) == 3 and heads and shape[0] % heads == 0 else None
 
+    def _kind_of(self, caller: Caller, shape: tuple[int, int, int, int]) -> Literal["self", "cross"]:
+        if caller.cross is None and self._running and joins_cache(shape, self._call):
+            return "self"
+        return kind_of(caller, shape)
+
     def _record(self, op: TorchAttention) -> None:
         if self._blocks is not None:
             op.block = self._blocks.block_of(op.name, op.value)
+        if self._running and self._call.cached and isinstance(op, QueryKeyAttention) and op.kind == "self":
+            place = (op.name, self._placed[op.name])
+            self._placed[op.name] += 1
+            self._keys.setdefault(place, Keys()).keep(op, self._call)
         self._trace.ops.append(op)
 
 

@@ -65,6 +65,8 @@ class Trace:
     """Attention that was seen but cannot be read as (B, H, Q, T) maps."""
     starts: list[int] = field(default_factory=list, repr=False)
     """For each call of the model, how many operators there were before it."""
+    calls: list[Any] = field(default_factory=list, repr=False)
+    """For each call of a PyTorch model, where its tokens stand in the sequence (`attrace.capture.steps.Call`)."""
     valid: Array | None = field(default=None, repr=False)
     """(B, n), True at real tokens, where the call had an attention mask of that shape."""
 
@@ -73,9 +75,11 @@ class Trace:
     family: str = ""
     """The model's configured type, for messages."""
 
-    def begin(self, attention_mask: Any) -> None:
+    def begin(self, attention_mask: Any, call: Any = None) -> None:
         """Note that the model is called (the recorder does)."""
         self.starts.append(len(self.ops))
+        if call is not None:
+            self.calls.append(call)
         self.valid = attention_mask != 0 if getattr(attention_mask, "ndim", None) == 2 else None
 
     def check(self) -> None:
@@ -130,6 +134,12 @@ class Trace:
 
         Raises InputError for an option out of range, CaptureError where the layers do not form one chain.
         """
+        whole = self.assembled()
+        if whole is not self:
+            return whole.rollout(
+                target=target, source=source, segments=segments, residual=residual, heads=heads, discard=discard,
+                layers=layers, normalize=normalize, tolerance=tolerance,
+            )  # fmt: skip
         ops = self._chain(layers)
         residual, discard, tolerance = (
             check_residual(residual),
@@ -183,6 +193,21 @@ class Trace:
         ask: Literal["target", "source"] = "target" if source is None else "source"
         at, single = check_positions(ask, target if source is None else source, n)
         return ones_at(at), ask, single
+
+    def assembled(self, output: Any = None) -> Trace:
+        """The calls of one `generate()` as one run: one operator per layer, (B, H, n, n), n the tokens it was given.
+
+        Prompt rows come first, then one row for each new token but the last, which was never given to the model: the
+        row that predicted token p is p - 1.  Cross attention is (B, H, n, T).  Rows that no call computed are NaN in
+        `op.weights()`.  `output`, what generate returned, is needed after beam search (with
+        return_dict_in_generate=True, output_scores=True) and after assisted decoding; a trace of one call
+        is returned as it is.  CaptureError where the calls are not those of one generation.
+        """
+        if output is None and (len(self.starts) < 2 or not self.calls):
+            return self
+        from attrace.capture.generation import assembled
+
+        return assembled(self, output)
 
     def contributions(self) -> Trace:
         """The run with each attention block's contributions in the place of its maps: one head, rows sum to one.

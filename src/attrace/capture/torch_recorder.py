@@ -115,6 +115,7 @@ class Recorder(TorchDispatchMode):
         self._call = Call()
         self._keys: dict[tuple[str, int], Keys] = {}
         self._placed: Counter[str] = Counter()
+        self._shared: TorchAttention | None = None
         self._batch: int | None = None
         self._pending: dict[int, PendingSoftmax] = {}
 
@@ -193,6 +194,7 @@ class Recorder(TorchDispatchMode):
         if part == "fused":
             with enable_reentrant_dispatch():  # so that detached tensors share their version counters
                 self._fused(func, args, kwargs)
+            self._share_keys()
         elif part == "softmax":
             self._softmax(args, out)
         elif self._pending and part == "product":
@@ -313,11 +315,18 @@ class Recorder(TorchDispatchMode):
     def _record(self, op: TorchAttention) -> None:
         if self._blocks is not None:
             op.block = self._blocks.block_of(op.name, op.value)
-        if self._running and self._call.cached and isinstance(op, QueryKeyAttention) and op.kind == "self":
-            place = (op.name, self._placed[op.name])
-            self._placed[op.name] += 1
-            self._keys.setdefault(place, Keys()).keep(op, self._call)
         self._trace.ops.append(op)
+
+    def _share_keys(self) -> None:
+        """Hold the keys of the last call once for all steps of a generation."""
+        op = self._trace.ops[-1] if self._trace.ops else None
+        if not self._running or not self._call.cached or not isinstance(op, QueryKeyAttention) or op.kind != "self":
+            return
+        if op is self._shared:
+            return
+        self._shared, place = op, (op.name, self._placed[op.name])
+        self._placed[op.name] += 1
+        self._keys.setdefault(place, Keys()).keep(op, self._call)
 
 
 class GuardedRecorder(Recorder):

@@ -121,7 +121,14 @@ class AssembledAttention(TorchAttention):
         for number, where in self._by_step(rows):
             step = self.steps[number]
             local = rows[where] - step.start + step.skip
-            found = step.op._rows(local)[..., : step.keys]
+            found = step.op._rows(local)
+            if found.shape[3] > step.keys and bool(found[..., step.keys :].any()):
+                raise CaptureError(
+                    f"Expected attention to the tokens of the sequence alone. Received: {self.name}, which attended to "
+                    "places of its cache that no token had filled yet. Give generate an attention mask, or another "
+                    "cache."
+                )
+            found = found[..., : step.keys]
             if step.items is not None:
                 found = found.index_select(0, step.items.clamp(min=0))
                 found = found * (step.items >= 0)[:, None, None, None]

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
 GENERATE = "transformers.generation.utils"
 """The module whose frames tell how a call is decoded."""
-MASKED = -1e4
-"""Below this an additive mask leaves no weight."""
 
 
 @dataclass(eq=False)
@@ -98,7 +96,9 @@ class Keys:
     def keep(self, op: QueryKeyAttention, call: Call) -> None:
         """Give a step's operator its keys out of what is held; room that a static cache leaves is cut off."""
         start, filled = extent(call.past, op.shape[2], op.shape[3])
-        if filled < op.shape[3] and not _is_room(op.bias, filled):
+        if filled < op.shape[3] and not op.leaves_room(filled):
+            if call.in_place:
+                op.hold(op.key.clone())
             return
         if not call.in_place and (call.past == 0 or (self.held is None and self.before is None)):
             self.held, self.before = None, (op, start)  # they stay where they are until a second call comes
@@ -137,14 +137,6 @@ class Keys:
         held = key.new_empty(*key.shape[:2], max(room, end - start), key.shape[3])
         held[:, :, : end - start] = key[:, :, : end - start]
         self.held, self.first, self.end = held, start, end
-
-
-def _is_room(bias: Tensor | None, filled: int) -> bool:
-    """Whether the mask gives no weight to the keys after the first `filled`."""
-    if bias is None or bias.shape[-1] <= filled:
-        return False
-    rest = bias[..., filled:]
-    return not bool(rest.any()) if rest.dtype == torch.bool else bool((rest < MASKED).all())
 
 
 def _changed_places(now: Tensor, before: Tensor) -> bool:

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from attrace.capture.torch_blocks import Block
 
 
+MASKED = -1e4
+"""Below this an additive mask leaves no weight."""
 FEW_CELLS = 1 << 17
 """Below as many weights it is quicker to compute all rows than to choose among them."""
 
@@ -220,6 +222,13 @@ class QueryKeyAttention(TorchAttention):
         bad = [~t.isfinite().all(-1).all(1).all(0) for t in held if not bool(t.isfinite().all())]
         return min((row for b in bad if (row := _first(b)) is not None), default=None)
 
+    def leaves_room(self, filled: int) -> bool:
+        """Whether the mask gives no weight to the keys after the first `filled`, in no row."""
+        if self.bias is None or self.bias.shape[-1] <= filled:
+            return False
+        rest = self.bias[..., filled:]
+        return not bool(rest.any()) if rest.dtype == torch.bool else bool((rest < MASKED).all())
+
     def _rows(self, rows: Tensor) -> Tensor:
         return self._recomputed(rows)
 
@@ -227,12 +236,15 @@ class QueryKeyAttention(TorchAttention):
         return self._recomputed(None)
 
     def _recomputed(self, rows: Tensor | None) -> Tensor:
+        self._check_versions()
+        return weight_rows(self.query, self.key, rows=rows, scale=self.scale, bias=self.bias, causal=self.is_causal)
+
+    def _check_versions(self) -> None:
         if [version_of(t) for t in self._held] != self._versions:
             raise CaptureError(
                 f"Expected the query and key of {self.name} as the model used them. Received: tensors that were "
                 "written to since (a static cache, for one). Read the weights before the model runs again."
             )
-        return weight_rows(self.query, self.key, rows=rows, scale=self.scale, bias=self.bias, causal=self.is_causal)
 
 
 @dataclass(eq=False)

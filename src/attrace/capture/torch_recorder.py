@@ -24,6 +24,8 @@ from torch import Tensor, nn
 from torch.overrides import enable_reentrant_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from attrace.capture.registered import Unreadable, explains, read
+from attrace.capture.registry import RegisteredCall, watching
 from attrace.capture.steps import Call, Keys, call_of, joins_cache
 from attrace.capture.torch_blocks import BlockInputs
 from attrace.capture.torch_ops import QueryKeyAttention, SoftmaxAttention, TorchAttention, version_of
@@ -116,6 +118,7 @@ class Recorder(TorchDispatchMode):
         self._keys: dict[tuple[str, int], Keys] = {}
         self._placed: Counter[str] = Counter()
         self._shared: TorchAttention | None = None
+        self._explained: set[tuple[str, bool]] = set()
         self._batch: int | None = None
         self._pending: dict[int, PendingSoftmax] = {}
 
@@ -307,6 +310,36 @@ class Recorder(TorchDispatchMode):
             heads = shape[0] // batch
         return (shape[0] // heads, heads) if len(shape) == 3 and heads and shape[0] % heads == 0 else None
 
+    # Functions of transformers' registry that show nothing below autograd
+
+    def owns(self, module: Any) -> bool:
+        return threading.get_ident() == self._thread and id(module) in self._names
+
+    def mark(self) -> tuple[int, int]:
+        return len(self._trace.ops), len(self._trace.unread)
+
+    def called(self, call: RegisteredCall, output: Any, mark: tuple[int, int]) -> None:
+        """Record a registered function's call, unless one attention was seen inside: that is nearer to the truth."""
+        caller, ops, unread = self._caller(), self._trace.ops, self._trace.unread
+        shape = (*call.query.shape[:3], call.key.shape[2])
+        if caller is None or (len(ops) == mark[0] + 1 and len(unread) == mark[1] and ops[-1].shape[:3] == shape[:3]):
+            return
+        del ops[mark[0] :], unread[mark[1] :]
+        place = (caller.name, call.query.shape[2] == 1)
+        try:
+            op = read(call, name=caller.name, layer=len(self._trace.ops), kind=self._kind_of(caller, shape),
+                      values=self._values, in_place=self._call.in_place)  # fmt: skip
+            if place not in self._explained and not (call.dropout and call.module.training):
+                self._explained.add(place)
+                with torch.no_grad():
+                    if not explains(op, call, output):
+                        raise Unreadable("its output is not softmax(scale Q K^T + mask) V of its arguments")
+        except Unreadable as reason:
+            self._trace.unread.append(f"{caller.name} (attention implementation {call.name!r}: {reason})")
+            return
+        self._record(op)
+        self._share_keys()
+
     def _kind_of(self, caller: Caller, shape: tuple[int, int, int, int]) -> Literal["self", "cross"]:
         if caller.cross is None and self._running and joins_cache(shape, self._call):
             return "self"
@@ -458,6 +491,7 @@ def record(model: nn.Module, *, values: bool = False) -> Iterator[Trace]:
         )
         for handle in handles:
             undo.callback(handle.remove)
+        undo.enter_context(watching(model, recorder))
         undo.enter_context(recorder)
         yield trace
 

@@ -74,10 +74,10 @@ class Blocks:
         from torch.nn.attention.flex_attention import create_mask
 
         mask, at = self.mask, rows
-        batch, heads = mask.shape[:2]
         seen = create_mask(
-            lambda b, h, q, k: mask.mask_mod(b, h, at[q], k), batch, heads, len(rows), self.keys, device=rows.device.type
-        )
+            lambda b, h, q, k: mask.mask_mod(b, h, at[q], k),
+            *mask.shape[:2], len(rows), self.keys, device=rows.device.type,
+        )  # fmt: skip
         high, wide = mask.BLOCK_SIZE
         kept = mask.to_dense().bool().to(rows.device)
         blocks = torch.arange(self.keys, device=rows.device) // wide
@@ -120,8 +120,9 @@ class RegisteredAttention(QueryKeyAttention):
         rows = torch.arange(self.shape[2], device=self.device)
         return not bool(self.visible.rows(rows)[..., filled:].any())
 
-    def _rows(self, rows: Tensor) -> Tensor:
+    def _recomputed(self, rows: Tensor | None) -> Tensor:
         self._check_versions()
+        rows = torch.arange(self.shape[2], device=self.device) if rows is None else rows
         with without_autocast(self.query):
             scores = score_rows(self.query, self.key, rows=rows, scale=self.scale)
             if self.softcap is not None:

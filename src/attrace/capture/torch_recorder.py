@@ -114,6 +114,8 @@ class Recorder(TorchDispatchMode):
         self._thread = threading.get_ident()
         self._names = {id(module): name or trace.model for name, module in modules.items()}
         self._running = False
+        if flex := sys.modules.get("torch._higher_order_ops.flex_attention"):
+            refuse_flex(flex.flex_attention, type(self))
         self._call = Call()
         self._keys: dict[tuple[str, int], Keys] = {}
         self._placed: Counter[str] = Counter()
@@ -178,6 +180,10 @@ class Recorder(TorchDispatchMode):
             self._running = False
             self._pending.clear()
             self._trace.output = output
+
+    @property
+    def model(self) -> str:
+        return self._trace.model
 
     # What it calls
 
@@ -390,6 +396,21 @@ def modules_of(model: nn.Module) -> dict[str, nn.Module]:
             start = f"{name}." if name else ""
             ahead += [(start + key, child) for key, child in reversed(module._modules.items()) if child is not None]
     return found
+
+
+def refuse_flex(flex: Any, kind: type[Recorder]) -> None:
+    """Tell torch what its flex attention does below a recorder: it says why it cannot be recorded."""
+    if kind in flex.python_key_table:
+        return
+
+    def refuse(recorder: Recorder, *_args: Any, **_kwargs: Any) -> Any:
+        raise CaptureError(
+            f"Expected attention that runs below a dispatch mode. Received: a direct call of torch's flex_attention in "
+            f"{recorder.model}, which torch compiles. Call it through transformers' AttentionInterface, or use "
+            "scaled_dot_product_attention."
+        )
+
+    flex.py_impl(kind)(torch.compiler.disable(refuse))
 
 
 def has_compiled_parts(modules: Iterable[nn.Module]) -> bool:

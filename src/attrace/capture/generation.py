@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -121,19 +122,29 @@ class AssembledAttention(TorchAttention):
         for number, where in self._by_step(rows):
             step = self.steps[number]
             local = rows[where] - step.start + step.skip
-            found = step.op._rows(local)
-            if found.shape[3] > step.keys and bool(found[..., step.keys :].any()):
-                raise CaptureError(
-                    f"Expected attention to the tokens of the sequence alone. Received: {self.name}, which attended to "
-                    "places of its cache that no token had filled yet. Give generate an attention mask, or another "
-                    "cache."
-                )
-            found = found[..., : step.keys]
+            found = self._on_tokens(step.op._rows(local), step.keys)
             if step.items is not None:
                 found = found.index_select(0, step.items.clamp(min=0))
                 found = found * (step.items >= 0)[:, None, None, None]
             whole[:, :, where, step.column : step.column + step.keys] = found[..., : keys - step.column]
         return whole
+
+    def _on_tokens(self, weights: Tensor, keys: int) -> Tensor:
+        """Without the keys that stand for room in a static cache, which the model must not have attended to."""
+        if weights.shape[3] == keys:
+            return weights
+        beyond = weights[..., keys:].any(-1, keepdim=True)
+        if bool(beyond.any()):
+            # Where everything is masked, as at padding, an eager softmax spreads evenly over the room as well.
+            level = weights.amax(-1, keepdim=True) == weights.amin(-1, keepdim=True)
+            if not bool(level[beyond].all()):
+                raise CaptureError(
+                    f"Expected attention to the tokens of the sequence alone. Received: {self.name}, which attended to "
+                    "places of its cache that no token had filled yet. Give generate an attention mask, or another "
+                    "cache."
+                )
+            weights = weights.masked_fill(beyond, 0.0)
+        return weights[..., :keys]
 
     def _by_step(self, rows: Tensor) -> Iterator[tuple[int, Tensor]]:
         """Number of each step that has some of the rows, and where among them they are."""
@@ -153,73 +164,77 @@ class Sequences:
     """(N, steps), -1 after the end; None where rows of the batch kept their places."""
 
 
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """Which rows of the sequences each call of a generation gives."""
+
+    calls: list[Call]
+    queries: list[int]
+    """How many tokens each call was given."""
+    spans: list[tuple[int, int, int]]
+    """(start, stop, rows skipped) of each call: the rows of the sequence that are read from it."""
+    items: list[Tensor | None]
+    """For each call, the row of its batch that became each sequence; None where rows kept their places."""
+    batch: int
+    missing: Tensor
+    """(N, n), True at rows that no call computed."""
+
+    @property
+    def length(self) -> int:
+        return self.missing.shape[1]
+
+    def layer(self, name: str, steps: list[tuple[int, TorchAttention]]) -> TorchAttention:
+        """One layer's operators, with the numbers of their calls, as one."""
+        first = steps[0][1]
+        once = len(steps) == 1 and len(self.calls) > 1
+        if once or (first.kind == "self" and first.shape[2] != self.queries[steps[0][0]]):
+            return self.repeated(first, self.items[steps[0][0]])  # an encoder inside the first call
+        parts = []
+        for number, op in steps:
+            (start, stop, skip), past = self.spans[number], self.calls[number].past
+            column, keys = extent(past, op.shape[2], op.shape[3]) if op.kind == "self" else (0, op.shape[3])
+            if start < min(stop, self.length):
+                parts.append(Step(op, start, min(stop, self.length), skip, column, keys, self.items[number]))
+        keys = self.length if first.kind == "self" else first.shape[3]
+        shape = (len(self.missing), first.heads, self.length, keys)
+        return AssembledAttention(
+            name=name, layer=first.layer, shape=shape, kind=first.kind, steps=parts, missing=self.missing
+        )
+
+    def repeated(self, op: TorchAttention, items: Tensor | None) -> TorchAttention:
+        """An operator that is not one of tokens given in turn, for each sequence that came of it."""
+        if (items is None and op.shape[0] == self.batch) or self.batch % op.shape[0]:
+            return op  # batches that do not divide: images, not sequences
+        chosen = torch.arange(self.batch, device=op.device) if items is None else items.clamp(min=0)
+        count, (_, heads, length, keys) = len(chosen), op.shape
+        step = Step(op, 0, length, 0, 0, keys, chosen // (self.batch // op.shape[0]))
+        missing = torch.zeros(count, length, dtype=torch.bool, device=op.device)
+        shape = (count, heads, length, keys)
+        return Repeated(name=op.name, layer=op.layer, shape=shape, kind=op.kind, steps=[step], missing=missing)
+
+
 def assembled(trace: Trace, output: Any = None) -> Trace:
     """The trace of one generation with one operator per layer: see `Trace.assembled`."""
     trace.check()
     given = _sequences(output)
     _check_one_generation(trace, given)
-    spans = _spans(trace.calls, [_queries(trace, i) for i in range(len(trace.calls))])
-    length = _length(trace.calls, spans, given)
-    before = trace.ops[: trace.starts[0]]
-    batch = _batch(trace)
-    items = _items(trace.calls, spans, given, batch)
+    plan = _plan(trace, given)
+    whole = [plan.repeated(op, plan.items[0]) for op in trace.ops[: trace.starts[0]]]
+    whole += [plan.layer(name, steps) for (name, _, _), steps in _by_layer(trace).items()]
+    ops = [replace(op, layer=layer) for layer, op in enumerate(whole)]
+    valid = _valid(trace, plan)
+    return replace(trace, ops=ops, starts=[0], calls=trace.calls[-1:], valid=valid, generated=True)
+
+
+def _plan(trace: Trace, given: Sequences | None) -> Plan:
+    queries = [_queries(trace, number) for number in range(len(trace.calls))]
+    spans, batch = _spans(trace.calls, queries), int(trace.ops[-1].shape[0])
+    length, items = _length(trace.calls, spans, given), _items(trace.calls, spans, given, batch)
     count = batch if given is None else len(given.ids)
     missing = torch.ones(count, length, dtype=torch.bool, device=trace.ops[-1].device)
     for (start, stop, _), chosen in zip(spans, items, strict=True):
         missing[:, start : min(stop, length)] = False if chosen is None else (chosen < 0)[:, None]
-    whole = [_same_rows(op, items[0], batch) for op in before]
-    for place, steps in _by_layer(trace).items():
-        once = len(steps) == 1 and len(trace.calls) > 1
-        op = steps[0][1]
-        if once or (op.kind == "self" and op.shape[2] != _queries(trace, steps[0][0])):
-            whole.append(_same_rows(op, items[steps[0][0]], batch))  # an encoder inside the first call
-        else:
-            whole.append(_assemble(place[0], steps, trace.calls, spans, items, length, missing))
-    valid = _valid(trace, items, length)
-    ops = [replace(op, layer=layer) for layer, op in enumerate(whole)]
-    return replace(trace, ops=ops, starts=[0], calls=trace.calls[-1:], valid=valid, unread=[])
-
-
-def _assemble(
-    name: str,
-    steps: list[tuple[int, TorchAttention]],
-    calls: list[Call],
-    spans: list[tuple[int, int, int]],
-    items: list[Tensor | None],
-    length: int,
-    missing: Tensor,
-) -> AssembledAttention:
-    first = steps[0][1]
-    parts = []
-    for number, op in steps:
-        start, stop, skip = spans[number]
-        column, keys = extent(calls[number].past, *op.shape[2:]) if op.kind == "self" else (0, op.shape[3])
-        parts.append(Step(op, start, min(stop, length), skip, column, keys, items[number]))
-    parts = [part for part in parts if part.start < part.stop]
-    return AssembledAttention(
-        name=name,
-        layer=first.layer,
-        shape=(len(missing), first.heads, length, length if first.kind == "self" else first.shape[3]),
-        kind=first.kind,
-        steps=parts,
-        missing=missing,
-    )
-
-
-def _same_rows(op: TorchAttention, items: Tensor | None, batch: int) -> TorchAttention:
-    """An operator of a call made once, for each sequence that came of it."""
-    if items is None and op.shape[0] == batch:
-        return op
-    if batch % op.shape[0]:
-        return op  # images, not sequences
-    copies = batch // op.shape[0]
-    chosen = torch.arange(batch, device=op.device) if items is None else items.clamp(min=0)
-    count, (_, heads, length, keys) = len(chosen), op.shape
-    step = Step(op, 0, length, 0, 0, keys, chosen // copies)
-    missing = torch.zeros(count, length, dtype=torch.bool, device=op.device)
-    return Repeated(
-        name=op.name, layer=op.layer, shape=(count, heads, length, keys), kind=op.kind, steps=[step], missing=missing
-    )
+    return Plan(trace.calls, queries, spans, items, batch, missing)
 
 
 @dataclass(eq=False)
@@ -249,11 +264,8 @@ def _queries(trace: Trace, number: int) -> int:
     ids = trace.calls[number].ids
     if ids is not None:
         return ids.shape[1]
-    return next((op.shape[2] for op in reversed(trace.ops[trace.starts[number] : end]) if op.kind == "self"), 0)
-
-
-def _batch(trace: Trace) -> int:
-    return trace.ops[-1].shape[0]
+    ops: list[TorchAttention] = trace.ops[trace.starts[number] : end]
+    return next((op.shape[2] for op in reversed(ops) if op.kind == "self"), 0)
 
 
 def _check_one_generation(trace: Trace, given: Sequences | None) -> None:
@@ -262,12 +274,12 @@ def _check_one_generation(trace: Trace, given: Sequences | None) -> None:
         raise CaptureError(
             f"Expected one call of {trace.model} in the trace. Received: 0. Call the model inside the block."
         )
-    for number, (before, call) in enumerate(zip(calls, calls[1:], strict=False), start=1):
+    for number, (before, call) in enumerate(pairwise(calls), start=1):
         end = before.past + _queries(trace, number - 1)
         grows = call.past == 0 and not call.cached and not before.cached and _begins_with(call.ids, before.ids)
         if call.decoding == "_beam_search" and not call.cached and not before.cached:
             grows = True
-        if not grows and not (0 < call.past <= end and call.continues(before)):
+        if not grows and not (0 < call.past <= end and call.continues):
             raise CaptureError(
                 f"Expected one call of {trace.model} in the trace, or the calls of one generation. Received: "
                 f"{len(calls)} calls; call {number} does not go on from the one before it. Trace each call, or each "
@@ -276,11 +288,11 @@ def _check_one_generation(trace: Trace, given: Sequences | None) -> None:
     beams = any(c.decoding == "_beam_search" or c.reordered for c in calls)
     if beams and (given is None or given.beams is None):
         raise CaptureError(
-            "Expected the beam that each token was taken from. Received: calls in which rows of the batch changed places "
-            f"(beam search). Generate with {BEAMS} and give its output: trace.assembled(output)."
+            "Expected the beam that each token was taken from. Received: calls in which rows of the batch changed "
+            f"places (beam search). Generate with {BEAMS} and give its output: trace.assembled(output)."
         )
-    back = any(c.past < b.past + _queries(trace, i) for i, (b, c) in enumerate(zip(calls, calls[1:], strict=False)))
-    if given is None and any(c.decoding == "_assisted_decoding" for c in calls) or (given is None and back and calls[-1].cached):
+    back = any(c.cached and c.past < b.past + _queries(trace, i) for i, (b, c) in enumerate(pairwise(calls)))
+    if given is None and (back or any(c.decoding == "_assisted_decoding" for c in calls)):
         raise CaptureError(
             "Expected to know which tokens were kept. Received: calls in which tokens were proposed and taken back "
             "(assisted decoding). Give what generate returned: trace.assembled(output)."
@@ -350,12 +362,12 @@ def _fills_prompt(call: Call, calls: list[Call]) -> bool:
     return call.cached and following is not None and following.shape[1] > 1
 
 
-def _valid(trace: Trace, items: list[Tensor | None], length: int) -> Tensor | None:
+def _valid(trace: Trace, plan: Plan) -> Any:
     valid = trace.valid
-    if valid is None or valid.shape[1] < length:
+    if valid is None or valid.shape[1] < plan.length:
         return None
-    valid = valid[:, :length]
-    return valid if items[0] is None else valid.index_select(0, items[0].clamp(min=0))
+    valid, first = valid[:, : plan.length], plan.items[0]
+    return valid if first is None else valid[first.clamp(min=0)]
 
 
 def _sequences(output: Any) -> Sequences | None:

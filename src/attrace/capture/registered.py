@@ -17,7 +17,7 @@ NEAR = {torch.float64: 1e-6, torch.float32: 2e-3, torch.float16: 2e-2, torch.bfl
 """How far a recomputed output row may be from the function's, as a share of the largest value."""
 
 
-class Unreadable(Exception):
+class UnreadableError(Exception):
     """Why a call's weights cannot be recomputed from its arguments."""
 
 
@@ -74,14 +74,14 @@ class Blocks:
         from torch.nn.attention.flex_attention import create_mask
 
         mask, at = self.mask, rows
-        seen = create_mask(
-            lambda b, h, q, k: mask.mask_mod(b, h, at[q], k),
-            *mask.shape[:2], len(rows), self.keys, device=rows.device.type,
-        )  # fmt: skip
+        batch, heads = mask.shape[:2]
+        seen: Tensor = create_mask(
+            lambda b, h, q, k: mask.mask_mod(b, h, at[q], k), batch, heads, len(rows), self.keys, rows.device.type
+        )
         high, wide = mask.BLOCK_SIZE
         kept = mask.to_dense().bool().to(rows.device)
         blocks = torch.arange(self.keys, device=rows.device) // wide
-        return seen & kept[:, :, rows // high][..., blocks]
+        return seen & kept[:, :, rows // high][..., blocks].bool()
 
     def first(self, keys: int) -> Blocks:
         return replace(self, keys=keys)
@@ -145,15 +145,15 @@ class RegisteredAttention(QueryKeyAttention):
 def read(
     call: RegisteredCall, *, name: str, layer: int, kind: Any, values: bool, in_place: bool = False
 ) -> RegisteredAttention:
-    """The operator of a call; `Unreadable` where its arguments do not tell what it attended to.
+    """The operator of a call; `UnreadableError` where its arguments do not tell what it attended to.
 
     `in_place` is for a cache that is written to in place: nothing that it may change is put off.
     """
     query, key = call.query, call.key
     if query.ndim != 4 or key.ndim != 4 or key.shape[1] == 0 or query.shape[1] % key.shape[1]:
-        raise Unreadable(f"query {tuple(query.shape)} and key {tuple(key.shape)}")
+        raise UnreadableError(f"query {tuple(query.shape)} and key {tuple(key.shape)}")
     if any(call.others.get(name) is not None for name in ("block_table", "k_cache", "read_index", "write_index")):
-        raise Unreadable("keys in pages that only the kernel puts together")
+        raise UnreadableError("keys in pages that only the kernel puts together")
     mask, length = call.attention_mask, key.shape[2]
     bias: Tensor | None = None
     visible: Visible | None = None
@@ -169,7 +169,7 @@ def read(
             key = key[:, :, :length]
         visible = runs_of(call, mask, length)
     else:
-        raise Unreadable(f"a mask of {type(mask).__name__} {tuple(getattr(mask, 'shape', ()))}")
+        raise UnreadableError(f"a mask of {type(mask).__name__} {tuple(getattr(mask, 'shape', ()))}")
     if call.position_bias is not None:
         bias = _added(bias, call.position_bias.detach()[..., :length])
     return RegisteredAttention(
@@ -208,9 +208,11 @@ def runs_of(call: RegisteredCall, mask: Tensor | None, length: int) -> Runs | No
         asking = real if queries == length else real[:, -queries:] if queries > 1 else torch.ones_like(real[:, -1:])
         query_run, key_run = asking.long() - 1, real.long() * 2 - 2  # 0 at tokens, -1 and -2 at padding
     elif all(isinstance(one, Tensor) for one in lengths):
-        query_run, key_run = (_packed(one, n, call.query.shape[0]) for one, n in zip(lengths, (queries, length), strict=True))
-    elif _is_packed(positions := call.others.get("position_ids"), call.query.shape[0]) and queries == length:
-        query_run = key_run = (positions.reshape(1, -1) == positions.min()).cumsum(1).to(device)
+        query_run, key_run = (
+            _packed(one, n, call.query.shape[0]) for one, n in zip(lengths, (queries, length), strict=True)
+        )
+    elif queries == length and (positions := _restarting(call)) is not None:
+        query_run = key_run = (positions == positions.min()).cumsum(1).to(device)
     elif not call.causal and window is None:
         return None
     else:
@@ -219,17 +221,18 @@ def runs_of(call: RegisteredCall, mask: Tensor | None, length: int) -> Runs | No
     return Runs(query_run, key_run, query_at, key_at, call.causal, window)
 
 
-def _is_packed(positions: Any, batch: int) -> bool:
-    if not isinstance(positions, Tensor) or positions.ndim != 2 or batch != 1 or positions.shape[-1] == 1:
-        return False
-    steady = torch.arange(positions.shape[1], device=positions.device) + positions.min()
-    return not torch.equal(steady.expand_as(positions), positions.to(steady.dtype))
+def _restarting(call: RegisteredCall) -> Tensor | None:
+    """Positions of one row, (1, n), that begin anew within it; None where they go up one by one."""
+    positions = call.others.get("position_ids")
+    if not isinstance(positions, Tensor) or call.query.shape[0] != 1 or positions.ndim != 2 or positions.shape[0] != 1:
+        return None
+    return positions if bool((positions.diff(dim=1) != 1).any()) else None
 
 
 def _packed(starts: Any, count: int, batch: int) -> Tensor:
     """Number of the run of each token, (1, n), from the cumulative lengths (R + 1,)."""
     if batch != 1:
-        raise Unreadable(f"packed sequences in a batch of {batch} rows")
+        raise UnreadableError(f"packed sequences in a batch of {batch} rows")
     at = torch.arange(count, device=starts.device)
     run = torch.bucketize(at, starts[1:].to(at.dtype), right=True)
     return torch.where(at < starts[-1], run, -1)[None]
@@ -259,4 +262,4 @@ def explains(op: RegisteredAttention, call: RegisteredCall, output: Any) -> bool
     actual = found.detach().reshape(batch, queries, heads, -1)[:, rows].to(weights.dtype)
     counted = (weights.sum(-1) > 0).transpose(1, 2)[..., None]  # what stands at padded queries is nobody's
     limit = NEAR.get(call.query.dtype, NEAR[torch.bfloat16]) * max(float(values.abs().amax()), 1e-6)
-    return bool(((expected - actual).abs() * counted <= limit).all())
+    return bool((torch.where(counted, expected - actual, 0.0).abs() <= limit).all())

@@ -8,11 +8,12 @@ what runs.
 
 from __future__ import annotations
 
+import inspect
 import sys
 import threading
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any, Protocol
 
@@ -74,25 +75,19 @@ class RegisteredCall:
         return bool(asked)
 
 
-def bound(
-    name: str,
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Any = None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    is_causal: bool | None = None,
-    s_aux: Tensor | None = None,
-    position_bias: Tensor | None = None,
-    **others: Any,
-) -> RegisteredCall:
-    """The arguments as transformers' own functions order them."""
-    return RegisteredCall(name, module, query, key, value, attention_mask, dropout, scaling, sliding_window, softcap,
-                          is_causal, s_aux, position_bias, others)  # fmt: skip
+USUAL = ("query", "key", "value", "attention_mask")
+"""Arguments after the module that every function takes in this order."""
+
+
+def call_of(name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> RegisteredCall:
+    """A function's arguments by their names."""
+    order = ["module", *USUAL]
+    if len(args) > len(order):
+        order = list(inspect.signature(function).parameters)
+    given = {**dict(zip(order, args, strict=False)), **kwargs}
+    known = {key.name for key in fields(RegisteredCall)} - {"name", "others"}
+    others = {key: given.pop(key) for key in set(given) - known}
+    return RegisteredCall(name=name, others=others, **given)
 
 
 class Watched:
@@ -116,7 +111,7 @@ class Watched:
                 output = self.real(module, *args, **kwargs)
         else:
             output = self.real(module, *args, **kwargs)
-        call = bound(self.name, module, *args, **kwargs)
+        call = call_of(self.name, self.real, (module, *args), kwargs)
         with recorders_aside():
             for observer, mark in zip(watching, marks, strict=True):
                 observer.called(call, output, mark)
@@ -137,8 +132,9 @@ def recorders_aside() -> Iterator[None]:
 
     left = []
     while (stack := _stack()) and isinstance(stack[-1], Recorder):
-        stack[-1].__exit__(None, None, None)
-        left.append(stack[-1])
+        recorder: Any = stack[-1]
+        recorder.__exit__(None, None, None)
+        left.append(recorder)
     # Below modes of others the compiler stands still in any case: the stack alone is changed.
     below = any(isinstance(mode, Recorder) for mode in stack)
     if below:

@@ -34,17 +34,13 @@ class Call:
     """Whether that cache is written to in place."""
     decoding: str = ""
     """The decoding loop above the call: "_sample", "_beam_search", "_assisted_decoding", or none of them."""
+    continues: bool = False
+    """Whether the call before was given the same cache, or none as well."""
     reordered: bool = False
     """Whether rows of the batch changed places since the call before."""
 
-    def continues(self, other: Call) -> bool:
-        """Whether both calls were given the same cache."""
-        if self.cache is None or other.cache is None:
-            return self.cached == other.cached
-        return self.cache() is not None and self.cache() is other.cache()
 
-
-def call_of(given: Mapping[str, Any]) -> Call:
+def call_of(given: Mapping[str, Any], before: Call) -> Call:
     """What the arguments of the model's forward say of a call."""
     cache = next((value for value in given.values() if callable(getattr(value, "get_seq_length", None))), None)
     ids = given.get("decoder_input_ids", given.get("input_ids"))
@@ -54,10 +50,13 @@ def call_of(given: Mapping[str, Any]) -> Call:
     if cache is not None:
         call.past, call.cached, call.cache = int(cache.get_seq_length()), True, weakref.ref(cache)
         call.in_place = is_in_place(cache)
+        call.continues = before.cache is not None and before.cache() is cache
     elif isinstance(legacy := given.get("past_key_values"), tuple | list) and legacy:
         first = legacy[0][0] if isinstance(legacy[0], tuple | list) and legacy[0] else None
         if isinstance(first, Tensor) and first.ndim > 2:
             call.past, call.cached = first.shape[-2], True
+    if cache is None:
+        call.continues = before.cache is None
     return call
 
 
@@ -119,6 +118,8 @@ class Keys:
     def _add(self, key: Tensor, start: int, call: Call) -> None:
         """Add the keys from `call.past` on, where those before it are the ones that are held."""
         held, past, end = self.held, call.past, start + key.shape[2]
+        if held is not None and held.shape[1] > key.shape[1] and held.shape[1] % key.shape[1] == 0:
+            held = self.held = held[:, :: held.shape[1] // key.shape[1]]  # its heads were repeated for each query head
         if held is None or held.shape[:2] != key.shape[:2] or start < self.first or past > self.end or past < start:
             self._take(key, start, end)
             return

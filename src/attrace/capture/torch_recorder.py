@@ -17,14 +17,14 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
 from types import FrameType
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import enable_reentrant_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from attrace.capture.registered import Unreadable, explains, read
+from attrace.capture.registered import UnreadableError, explains, read
 from attrace.capture.registry import RegisteredCall, watching
 from attrace.capture.steps import Call, Keys, call_of, joins_cache
 from attrace.capture.torch_blocks import BlockInputs
@@ -106,6 +106,9 @@ class PendingSoftmax:
 class Recorder(TorchDispatchMode):
     """Fills a trace while the model runs under it."""
 
+    guarded: ClassVar[type[Recorder]]
+    """The same for a model with compiled parts."""
+
     def __init__(self, trace: Trace, modules: dict[str, nn.Module], *, blocks: BlockInputs | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._trace = trace
@@ -167,11 +170,13 @@ class Recorder(TorchDispatchMode):
         # Another thread may run the same model while this hook is taken away, and then call it without kwargs.
         if threading.get_ident() != self._thread or kwargs is None:
             return
+        if below_compiler() and not self._should_skip_dynamo():
+            self.__class__ = self.guarded  # generate() compiles the model when it has already begun
         self._running = True
         self._pending.clear()
         given = named_arguments(model, args, kwargs)
         self._batch = next((v.shape[0] for k in BATCHED if isinstance(v := given.get(k), Tensor) and v.ndim), None)
-        self._call = call_of(given)
+        self._call = call_of(given, self._call)
         self._placed.clear()
         self._trace.begin(given.get("attention_mask"), self._call)
 
@@ -221,8 +226,9 @@ class Recorder(TorchDispatchMode):
         if caller is None:
             return
         if caller.queries == 1 < query.shape[2]:  # one token, the heads of each group along the query axis
-            query, bias = (t if t is None or t.shape[1] == 1 else t.reshape(t.shape[0], -1, 1, t.shape[3])
-                           for t in (query, bias))
+            query, bias = (
+                t if t is None or t.shape[1] == 1 else t.reshape(t.shape[0], -1, 1, t.shape[3]) for t in (query, bias)
+            )
         shape = (query.shape[0], query.shape[1], query.shape[2], key.shape[2])
         self._record(
             QueryKeyAttention(
@@ -339,8 +345,8 @@ class Recorder(TorchDispatchMode):
                 self._explained.add(place)
                 with torch.no_grad():
                     if not explains(op, call, output):
-                        raise Unreadable("its output is not softmax(scale Q K^T + mask) V of its arguments")
-        except Unreadable as reason:
+                        raise UnreadableError("its output is not softmax(scale Q K^T + mask) V of its arguments")
+        except UnreadableError as reason:
             self._trace.unread.append(f"{caller.name} (attention implementation {call.name!r}: {reason})")
             return
         self._record(op)
@@ -379,6 +385,16 @@ class GuardedRecorder(Recorder):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+Recorder.guarded = GuardedRecorder
+
+
+def below_compiler() -> bool:
+    """Whether torch.compile looks at every function that is called in this thread now."""
+    if "torch._dynamo.eval_frame" not in sys.modules:
+        return False
+    return torch._C._dynamo.eval_frame.get_eval_frame_callback() not in (None, False)
 
 
 def modules_of(model: nn.Module) -> dict[str, nn.Module]:

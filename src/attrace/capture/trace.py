@@ -70,6 +70,8 @@ class Trace:
     valid: Array | None = field(default=None, repr=False)
     """(B, n), True at real tokens, where the call had an attention mask of that shape."""
 
+    generated: bool = False
+    """Assembled from the calls of one generation: the last token has no row."""
     values: bool = False
     """Recorded with values, and with the attention blocks where the family is known."""
     family: str = ""
@@ -191,6 +193,11 @@ class Trace:
             row = _start_row(arrays.convert(target, wide, op.device), batch, n)
             return arrays.xp.broadcast_to(row, (batch, n))[..., None], "target", True
         ask: Literal["target", "source"] = "target" if source is None else "source"
+        if self.generated and n in (target, source):
+            raise InputError(
+                f"Expected {ask} from {-n} to {n - 1}. Received: {n}, the last token of the generation, which the model "
+                f"was never given. Row {n - 1} is the one that predicted it."
+            )
         at, single = check_positions(ask, target if source is None else source, n)
         return ones_at(at), ask, single
 
@@ -222,6 +229,11 @@ class Trace:
             raise CaptureError(
                 f"Expected a PyTorch model, for contributions. Received: {self.model}. Use the method rollout, "
                 "last-layer or leave-one-out."
+            )
+        if self.generated or len(self.calls) > 1:
+            raise CaptureError(
+                "Expected contributions of one call of the model. Received: those of a generation, which are not "
+                "supported yet. Use trace.rollout, or trace one pass over prompt and new tokens."
             )
         from attrace.capture.torch_blocks import contributions_of
 

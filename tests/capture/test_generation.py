@@ -1,0 +1,431 @@
+"""One generation, assembled from its calls: against a full pass over prompt and new tokens."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import tiny
+import torch
+import transformers
+from tiny import traced
+from torch import Tensor, nn
+
+import attrace
+from attrace.capture.generation import AssembledAttention
+from attrace.errors import CaptureError, InputError, ShapeError
+
+FAMILIES = [
+    ("llama", "sdpa"), ("mistral", "sdpa"), ("mistral", "eager"), ("gpt2", "sdpa"), ("gemma2", "eager"),
+    ("gemma3", "sdpa"), ("gpt_oss", "eager"), ("falcon", "sdpa"), ("bloom", "eager"), ("deepseek_v3", "sdpa"),
+]  # fmt: skip
+SETTINGS: dict[str, Any] = {
+    "max_new_tokens": 6,
+    "pad_token_id": 0,
+    "eos_token_id": None,
+    "return_dict_in_generate": True,
+    "output_scores": True,
+}
+DECODING: dict[str, dict[str, Any]] = {
+    "greedy": {"do_sample": False},
+    "sampled": {"do_sample": True, "num_return_sequences": 3},
+    "beams": {"do_sample": False, "num_beams": 3, "num_return_sequences": 2},
+}
+CACHES: dict[str, dict[str, Any]] = {
+    "dynamic": {},
+    "static": {"cache_implementation": "static"},
+    "none": {"use_cache": False},
+    "chunks": {"prefill_chunk_size": 3},
+}
+
+
+def decoder(family: str, backend: str = "sdpa") -> Any:
+    if family != "gemma3":
+        return tiny.model(family, backend)
+    config = transformers.Gemma3TextConfig(
+        vocab_size=100, hidden_size=32, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
+        intermediate_size=64, head_dim=8, sliding_window=4, max_position_embeddings=64, pad_token_id=0,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.Gemma3ForCausalLM._from_config(config, attn_implementation=backend)
+    for parameter in model.parameters():
+        if parameter.ndim == 2:
+            parameter.data.mul_(4.0)
+    return model.eval()
+
+
+def generated(model: Any, given: dict[str, Tensor], **settings: Any) -> tuple[attrace.Trace, Any]:
+    """A recorded generation, checked to give what an unrecorded one does."""
+    settings = {**SETTINGS, **settings}
+    torch.manual_seed(3)
+    plain = model.generate(**given, **settings)
+    torch.manual_seed(3)
+    with attrace.record(model) as trace:
+        output = model.generate(**given, **settings)
+    assert torch.equal(output.sequences, plain.sequences)
+    for ours, theirs in zip(output.scores, plain.scores, strict=True):
+        assert torch.equal(ours, theirs)
+    assert not model._forward_hooks
+    assert not model._forward_pre_hooks
+    return trace, output
+
+
+def full_pass(model: Any, ids: Tensor, pad: int = 0) -> attrace.Trace:
+    mask = torch.ones_like(ids[:, :-1])
+    if pad:
+        mask[-1, :pad] = 0
+    with torch.no_grad():
+        given = {"input_ids": ids[:, :-1], "attention_mask": mask, "use_cache": False}
+        if pad:
+            given["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)
+        return attrace.trace(model, **given)
+
+
+def check_rows(whole: attrace.Trace, expected: attrace.Trace, real: Tensor | None = None) -> None:
+    """Every computed row of every layer is that of the full pass; causal rows end at the diagonal."""
+    assert len(whole.ops) == len(expected.ops)
+    for op, other in zip(whole.ops, expected.ops, strict=True):
+        assert (op.name, op.kind, op.shape) == (other.name, other.kind, other.shape)
+        rows = op.weights().transpose(1, 2)
+        known = ~rows.isnan().flatten(2).any(2)
+        if isinstance(op, AssembledAttention):
+            assert torch.equal(known, ~op.missing)
+        if real is not None:
+            known &= real
+        torch.testing.assert_close(rows[known], other.weights().transpose(1, 2)[known], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("decoding", DECODING)
+@pytest.mark.parametrize(("family", "backend"), FAMILIES)
+def test_a_generation_is_the_full_pass(family: str, backend: str, decoding: str, cache: str) -> None:
+    model = decoder(family, backend)
+    trace, output = generated(model, tiny.inputs(), **DECODING[decoding], **CACHES[cache])
+    whole, expected = trace.assembled(output), full_pass(model, output.sequences)
+    assert whole.ops[0].shape[2] == 7 + 6 - 1
+    check_rows(whole, expected)
+    for question in ({"target": -1}, {"target": [6, 9]}, {"source": 2}, {"segments": [(0, 4), (4, 12)]}, {}):
+        torch.testing.assert_close(whole.rollout(**question), expected.rollout(**question), atol=1e-5, rtol=0)
+    assert not whole.rollout(target=7)[:, 8:].any()
+    if decoding != "beams":
+        assert torch.equal(trace.rollout(target=-1), whole.rollout(target=-1))
+
+
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize(("family", "backend"), [("llama", "sdpa"), ("mistral", "eager"), ("gpt2", "sdpa")])
+def test_left_padding_and_every_cache(family: str, backend: str, cache: str) -> None:
+    model = decoder(family, backend)
+    trace, output = generated(model, tiny.inputs(pad=2), do_sample=False, **CACHES[cache])
+    expected = full_pass(model, output.sequences, pad=2)
+    real = torch.ones(2, 12, dtype=torch.bool)
+    real[-1, :2] = False
+    check_rows(trace.assembled(output), expected, real)
+    row = trace.rollout(target=-1)
+    torch.testing.assert_close(row, expected.rollout(target=-1), atol=1e-5, rtol=0)
+    assert not row[-1, :2].any()
+    torch.testing.assert_close(row.sum(-1), torch.ones(2))
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_a_window_keeps_its_place(cache: str) -> None:
+    """Keys that the window has dropped are gone from the cache; those that are left stand where they were."""
+    model = decoder("mistral")  # a window of three
+    trace, _ = generated(model, tiny.inputs(), do_sample=False, **CACHES[cache])
+    steps = [op for op in trace.ops if op.name == trace.ops[0].name]
+    assert [op.shape[2:] for op in steps] == [(7, 7)] + [(1, 3)] * 5
+    near = (torch.arange(12)[:, None] - torch.arange(12)).abs() < 3
+    for op in trace.assembled().ops:
+        weights = op.weights()
+        assert torch.equal(weights > 0, (near & torch.ones(12, 12).tril().bool()).expand_as(weights))
+        torch.testing.assert_close(weights.sum(-1), torch.ones(2, 4, 12))
+
+
+def test_a_prompt_of_four_and_three_new_tokens() -> None:
+    model = decoder("llama")
+    trace, output = generated(model, tiny.inputs(batch=1, length=4), do_sample=False, max_new_tokens=3)
+    assert [op.shape[2:] for op in trace.ops[::2]] == [(4, 4), (1, 5), (1, 6)]
+    whole = trace.assembled()
+    assert {op.shape for op in whole.ops} == {(1, 4, 6, 6)}
+    assert whole.assembled() is whole
+    assert torch.equal(trace.assembled(output).rollout(), whole.rollout())
+    with pytest.raises(InputError, match=r"target from -6 to 5\. Received: 6, the last token.*Row 5 is the one"):
+        trace.rollout(target=6)
+    with pytest.raises(InputError, match="the last token of the generation"):
+        whole.rollout(source=6)
+    with pytest.raises(InputError, match="query rows from 0 to 5"):
+        whole.ops[0].weights([6])
+    torch.testing.assert_close(whole.ops[1].weights([-1, 2]), whole.ops[1].weights()[:, :, [-1, 2]])
+    one, _ = generated(model, tiny.inputs(), do_sample=False, max_new_tokens=1)
+    assert one.assembled() is one
+    assert one.rollout(target=-1).shape == (2, 7)
+
+
+def test_products_of_an_assembled_operator() -> None:
+    model = decoder("mistral")
+    trace, _ = generated(model, tiny.inputs(), do_sample=False)
+    op = trace.assembled().ops[1]
+    dense = op.weights()
+    x = torch.randn(2, 12, 3)
+    for heads in ("mean", "max", 1, [0.1, 0.2, 0.3, 0.4]):
+        fused = {"mean": dense.mean(1), "max": dense.amax(1), "1": dense[:, 1]}.get(
+            str(heads), (dense * torch.tensor([0.1, 0.2, 0.3, 0.4])[:, None, None]).sum(1)
+        )
+        torch.testing.assert_close(op.fused(heads), fused)
+        torch.testing.assert_close(op.matvec(x, heads=heads), fused @ x, atol=1e-5, rtol=0)
+        torch.testing.assert_close(op.rmatvec(x, heads=heads), fused.mT @ x, atol=1e-5, rtol=0)
+    assert op.first_bad_row() is None
+    assert trace.assembled().is_causal()
+
+
+def encoder_decoder(name: str, backend: str) -> tuple[Any, dict[str, Tensor]]:
+    sizes = {
+        "vocab_size": 100, "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4,
+        "decoder_attention_heads": 4, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "decoder_start_token_id": 2,
+        "pad_token_id": 0, "bos_token_id": 1,
+    }  # fmt: skip
+    given = tiny.inputs(pad=2, side="right")
+    cls: Any
+    if name == "t5":
+        cls = transformers.T5ForConditionalGeneration
+        config = transformers.T5Config(vocab_size=100, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4,
+                                       decoder_start_token_id=0, pad_token_id=0)  # fmt: skip
+    elif name == "bart":
+        cls, config = transformers.BartForConditionalGeneration, transformers.BartConfig(**sizes, eos_token_id=3)
+    else:
+        cls = transformers.WhisperForConditionalGeneration
+        config = transformers.WhisperConfig(**sizes, eos_token_id=99, max_source_positions=10, num_mel_bins=8,
+                                            suppress_tokens=None, begin_suppress_tokens=None)  # fmt: skip
+        given = {"input_features": torch.randn(2, 8, 20, generator=torch.Generator().manual_seed(1))}
+    torch.manual_seed(0)
+    model = cls._from_config(config, attn_implementation=backend)
+    for parameter in model.parameters():
+        if parameter.ndim == 2:
+            parameter.data.mul_(2.0)
+    return model.eval(), given
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static", "none"])
+@pytest.mark.parametrize("decoding", DECODING)
+@pytest.mark.parametrize("backend", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", ["t5", "bart", "whisper"])
+def test_encoder_and_decoder(name: str, backend: str, decoding: str, cache: str) -> None:
+    model, given = encoder_decoder(name, backend)
+    settings = {**DECODING[decoding], **CACHES[cache]}
+    if name != "whisper":
+        settings["forced_eos_token_id"] = None
+    trace, output = generated(model, given, **settings)
+    whole = trace.assembled(output)
+    each = len(output.sequences) // 2
+    inputs = {key: value.repeat_interleave(each, 0) for key, value in given.items()}
+    with torch.no_grad():
+        expected = attrace.trace(model, **inputs, decoder_input_ids=output.sequences[:, :-1], use_cache=False)
+    check_rows(whole, expected)
+    n, source = output.sequences.shape[1] - 1, 7 if name != "whisper" else 10
+    kinds = [(op.kind, op.shape[2:]) for op in whole.ops]
+    assert kinds == [("self", (source, source))] * 2 + [("self", (n, n)), ("cross", (n, source))] * 2
+
+
+def test_an_encoder_alone_is_recorded_and_other_models_are_not() -> None:
+    model, given = encoder_decoder("bart", "sdpa")
+    other, _ = encoder_decoder("bart", "sdpa")
+    with torch.no_grad(), attrace.record(model) as trace:
+        model.get_encoder()(**given)
+        other.get_encoder()(**given)
+        other(**given, decoder_input_ids=given["input_ids"])
+    assert [op.name for op in trace.ops] == [f"model.encoder.layers.{i}.self_attn" for i in (0, 1)]
+    eager = encoder_decoder("bart", "eager")
+    with torch.no_grad(), attrace.record(eager[0]) as again:
+        eager[0].get_encoder()(**given)
+    for op, same in zip(trace.ops, again.ops, strict=True):
+        torch.testing.assert_close(op.weights()[0], same.weights()[0], atol=1e-5, rtol=0)
+
+
+ENDS = {"eos_token_id": list(range(0, 100, 3)), "pad_token_id": 0}
+
+
+def test_rows_of_a_sequence_that_has_ended_are_marked() -> None:
+    model = decoder("gpt2", "eager")
+    trace, output = generated(model, tiny.inputs(), num_beams=3, do_sample=False, **ENDS)
+    whole, expected = trace.assembled(output), full_pass(model, output.sequences)
+    op = whole.ops[1]
+    assert op.missing.any()
+    item, row = (int(i) for i in op.missing.nonzero()[0])
+    alive = 1 - item
+    assert not op.missing[alive].any()
+    check_rows(whole, expected)
+    assert op.weights([row])[item].isnan().all()
+    assert not op.weights([row - 1]).isnan().any()
+    torch.testing.assert_close(whole.rollout(target=row - 1), expected.rollout(target=row - 1), atol=1e-5, rtol=0)
+    with pytest.raises(CaptureError, match=rf"token {row} of batch item {item} in .*which no call of the generation"):
+        whole.rollout(target=row)
+    for found, true in ((whole.rollout(source=2), expected.rollout(source=2)), (whole.rollout(), expected.rollout())):
+        assert torch.equal(found.isnan().reshape(2, 12, -1).any(-1), op.missing)
+        torch.testing.assert_close(found[~op.missing], true[~op.missing], atol=1e-5, rtol=0)
+    with pytest.raises(CaptureError, match=r"all of its rows.*not computed"):
+        whole.rollout(target=row - 1, discard=0.2)
+
+
+def test_a_sequence_that_ended_goes_on_as_padding_without_beams() -> None:
+    model = decoder("mistral")
+    _, free = generated(model, tiny.inputs(), do_sample=False)
+    end = next(int(token) for token in free.sequences[0, 7:-1] if token not in free.sequences[1, 7:])
+    trace, output = generated(model, tiny.inputs(), do_sample=False, eos_token_id=end)
+    assert (output.sequences[0, 8:] == 0).any()
+    check_rows(trace.assembled(output), full_pass(model, output.sequences))
+
+
+def test_tokens_that_were_cached_before_the_recording_are_missing() -> None:
+    model = decoder("llama")
+    ids = tiny.inputs(batch=1)["input_ids"]
+    with torch.no_grad():
+        first = model(input_ids=ids[:, :3], use_cache=True)
+        cache = first.cache
+        with attrace.record(model) as trace:
+            model(input_ids=ids[:, 3:5], cache=cache)
+            model(input_ids=ids[:, 5:6], cache=cache)
+    whole = trace.assembled()
+    assert whole.ops[0].missing.tolist() == [[True] * 3 + [False] * 3]
+    weights, expected = whole.ops[0].weights(), traced(model, {"input_ids": ids[:, :6]})
+    assert weights[:, :, :3].isnan().all()
+    torch.testing.assert_close(weights[:, :, 3:], expected.ops[0].weights()[:, :, 3:], atol=1e-5, rtol=0)
+    with pytest.raises(CaptureError, match=r"token 0 of batch item 0.*in the cache before.*record the first call"):
+        trace.rollout(target=-1)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_tokens_that_were_proposed_and_taken_back(family: str) -> None:
+    model = decoder(family)
+    ids = tiny.inputs(batch=1)["input_ids"].repeat(1, 2)
+    given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    trace, output = generated(model, given, prompt_lookup_num_tokens=3, do_sample=False)
+    before = [call.past for call in trace.calls]
+    assert any(op.shape[2] > 1 for op in trace.ops[2:])
+    check_rows(trace.assembled(output), full_pass(model, output.sequences))
+    assert before == [call.past for call in trace.calls]
+    with pytest.raises(CaptureError, match=r"which tokens were kept.*trace\.assembled\(output\)"):
+        trace.rollout(target=-1)
+
+
+def test_beams_need_what_generate_returned() -> None:
+    model = decoder("llama")
+    trace, output = generated(model, tiny.inputs(), num_beams=3, do_sample=False)
+    for call in (lambda: trace.rollout(target=-1), lambda: trace.assembled(output.sequences)):
+        with pytest.raises(CaptureError, match=r"beam search.*return_dict_in_generate=True, output_scores=True"):
+            call()
+
+
+def test_a_loop_of_ones_own() -> None:
+    """Decoding without generate(): the calls of one cache are one generation; rows that change places are not."""
+    model = decoder("llama")
+    ids = tiny.inputs()["input_ids"]
+    cache = transformers.DynamicCache(config=model.config)
+    with torch.inference_mode(), attrace.record(model) as trace:
+        for start, stop in ((0, 4), (4, 6), (6, 7)):
+            model(input_ids=ids[:, start:stop], cache=cache)
+    torch.testing.assert_close(trace.rollout(), traced(model, {"input_ids": ids}).rollout(), atol=1e-5, rtol=0)
+
+    cache = transformers.DynamicCache(config=model.config)
+    with torch.no_grad(), attrace.record(model) as trace:
+        model(input_ids=ids[:, :4], cache=cache)
+        model(input_ids=ids[:, 4:6], cache=cache)
+        cache.reorder_cache(torch.tensor([1, 0]))
+        model(input_ids=ids[:, 6:7], cache=cache)
+    with pytest.raises(CaptureError, match="rows of the batch changed places"):
+        trace.rollout()
+
+
+def test_calls_that_do_not_belong_together() -> None:
+    model = decoder("llama")
+    given = tiny.inputs()
+    caches = [transformers.DynamicCache(config=model.config) for _ in range(2)]
+    with torch.no_grad(), attrace.record(model) as trace:
+        for cache in caches:
+            model(**given, cache=cache)
+    with pytest.raises(CaptureError, match=r"one call.*Received: 2 calls; call 1 does not go on"):
+        trace.rollout()
+    with attrace.record(model) as trace:
+        for _ in range(2):
+            model.generate(**given, **SETTINGS, do_sample=False)
+    with pytest.raises(CaptureError, match=r"Received: 12 calls; call 6 does not go on"):
+        trace.rollout()
+    trace, output = generated(model, given, do_sample=False)
+    for wrong, error in ((output.sequences[:1], ShapeError), (torch.zeros(2, 40, dtype=torch.long), ShapeError),
+                         ("text", InputError), (torch.zeros(3), InputError)):  # fmt: skip
+        with pytest.raises(error, match=r"Expected .*Received"):
+            trace.assembled(wrong)
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_each_key_is_held_once(cache: str) -> None:
+    """What a recording holds grows with the tokens, not with their square."""
+    model = decoder("llama")
+    for count in (8, 32):
+        trace, _ = generated(model, tiny.inputs(), do_sample=False, max_new_tokens=count, **CACHES[cache])
+        stores = {
+            op.key.untyped_storage()._cdata: op.key.untyped_storage().nbytes() for op in trace.ops if op.shape[2] == 1
+        }
+        one = 2 * 2 * 8 * 4  # bytes of one token's keys in a layer: B, K, D, float32
+        assert sum(stores.values()) <= len(model.model.layers) * 4 * (7 + count) * one
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "eager"])
+def test_an_error_in_the_middle_leaves_nothing(backend: str) -> None:
+    model = decoder("llama", backend)
+
+    class Stop(transformers.LogitsProcessor):
+        def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
+            if ids.shape[1] > 9:
+                raise RuntimeError("enough")
+            return scores
+
+    with pytest.raises(RuntimeError, match="enough"), attrace.record(model) as trace:
+        model.generate(**tiny.inputs(), **SETTINGS, do_sample=False, logits_processor=[Stop()])
+    assert not model._forward_hooks
+    assert not torch.utils._python_dispatch._get_current_dispatch_mode_stack()
+    assert trace.rollout(target=-1).shape == (2, 10)  # what was seen before is there
+
+
+def test_the_token_is_explained_without_another_pass() -> None:
+    model = decoder("llama")
+    runs = 0
+
+    def count(*_: Any) -> None:
+        nonlocal runs
+        runs += 1
+
+    with attrace.record(model) as trace:
+        model.generate(**tiny.inputs(), max_new_tokens=6, do_sample=False, pad_token_id=0, eos_token_id=None)
+    gc.collect()  # the cache is gone, too
+    handle = model.register_forward_hook(count)
+    rows = [trace.rollout(target=position) for position in range(7, 12)]
+    handle.remove()
+    assert runs == 0
+    for position, row in enumerate(rows, start=7):
+        torch.testing.assert_close(row.sum(-1), torch.ones(2))
+        assert (row[:, : position + 1] > 0).all()
+
+
+def test_a_compiled_generation_gives_the_same_ids() -> None:
+    model = decoder("llama")
+    assert isinstance(model, nn.Module)
+    compiled = transformers.CompileConfig(backend="aot_eager", fullgraph=False)
+    compiled._compile_all_devices = True
+    settings = {**SETTINGS, "do_sample": False, "cache_implementation": "static", "compile_config": compiled}
+    plain = model.generate(**tiny.inputs(), **settings)
+    for _ in range(2):  # the second time the model has its compiled call already
+        with attrace.record(model) as trace:
+            output = model.generate(**tiny.inputs(), **settings)
+        assert torch.equal(output.sequences, plain.sequences)
+        check_rows(trace.assembled(output), full_pass(model, output.sequences))
+
+
+def test_contributions_of_a_generation_are_refused() -> None:
+    model = decoder("gpt2")
+    with attrace.record(model, values=True) as trace:
+        model.generate(**tiny.inputs(), **SETTINGS, do_sample=False)
+    with pytest.raises(CaptureError, match=r"contributions.*one call.*trace\.rollout"):
+        trace.contributions()
+    with pytest.raises(CaptureError, match=r"contributions.*one call.*trace\.rollout"):
+        trace.assembled().contributions()

@@ -261,9 +261,9 @@ def _by_layer(trace: Trace) -> dict[tuple[str, str, int], list[tuple[int, TorchA
 def _queries(trace: Trace, number: int) -> int:
     """How many tokens a call was given: what its last self-attention asked with (a decoder's comes last)."""
     end = [*trace.starts[1:], len(trace.ops)][number]
-    ids = trace.calls[number].ids
-    if ids is not None:
-        return ids.shape[1]
+    call: Call = trace.calls[number]
+    if call.ids is not None:
+        return call.ids.shape[1]
     ops: list[TorchAttention] = trace.ops[trace.starts[number] : end]
     return next((op.shape[2] for op in reversed(ops) if op.kind == "self"), 0)
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -12,6 +13,9 @@ from attrace.capture.registry import RegisteredCall
 from attrace.capture.torch_ops import QueryKeyAttention
 from attrace.ops.attention.rows import score_rows
 from attrace.ops.namespace import without_autocast
+
+if TYPE_CHECKING:
+    from attrace.capture.torch_recorder import Recorder
 
 NEAR = {torch.float64: 1e-6, torch.float32: 2e-3, torch.float16: 2e-2, torch.bfloat16: 6e-2}
 """How far a recomputed output row may be from the function's, as a share of the largest value."""
@@ -79,9 +83,9 @@ class Blocks:
             lambda b, h, q, k: mask.mask_mod(b, h, at[q], k), batch, heads, len(rows), self.keys, rows.device.type
         )
         high, wide = mask.BLOCK_SIZE
-        kept = mask.to_dense().bool().to(rows.device)
+        kept: Tensor = mask.to_dense().bool().to(rows.device)
         blocks = torch.arange(self.keys, device=rows.device) // wide
-        return seen & kept[:, :, rows // high][..., blocks].bool()
+        return seen & kept[:, :, rows // high][..., blocks]
 
     def first(self, keys: int) -> Blocks:
         return replace(self, keys=keys)
@@ -263,3 +267,46 @@ def explains(op: RegisteredAttention, call: RegisteredCall, output: Any) -> bool
     counted = (weights.sum(-1) > 0).transpose(1, 2)[..., None]  # what stands at padded queries is nobody's
     limit = NEAR.get(call.query.dtype, NEAR[torch.bfloat16]) * max(float(values.abs().amax()), 1e-6)
     return bool((torch.where(counted, expected - actual, 0.0).abs() <= limit).all())
+
+
+class RegistryObserver:
+    """Records the calls that the registry seam reports, for a recorder."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._thread = threading.get_ident()
+        self._explained: set[tuple[str, bool]] = set()
+        """Modules whose output was compared with their arguments: at one query, and at several."""
+
+    def owns(self, module: Any) -> bool:
+        return threading.get_ident() == self._thread and id(module) in self._recorder._names
+
+    def mark(self) -> tuple[int, int]:
+        return len(self._recorder._trace.ops), len(self._recorder._trace.unread)
+
+    def called(self, call: RegisteredCall, output: Any, mark: tuple[int, int]) -> None:
+        """Record a registered function's call, unless one attention was seen inside: that is nearer to the truth."""
+        recorder = self._recorder
+        caller, ops, unread = recorder._caller(), recorder._trace.ops, recorder._trace.unread
+        shape = (*call.query.shape[:3], call.key.shape[2])
+        if caller is None or (len(ops) == mark[0] + 1 and len(unread) == mark[1] and ops[-1].shape[:3] == shape[:3]):
+            return
+        del ops[mark[0] :], unread[mark[1] :]
+        kind, values, at = recorder._kind_of(caller, shape), recorder._values, recorder._call
+        try:
+            op = read(call, name=caller.name, layer=len(ops), kind=kind, values=values, in_place=at.in_place)
+            self._compare(op, call, output)
+        except UnreadableError as reason:
+            unread.append(f"{caller.name} (attention implementation {call.name!r}: {reason})")
+            return
+        recorder._record(op)
+        recorder._keys.share(ops, at)
+
+    def _compare(self, op: RegisteredAttention, call: RegisteredCall, output: Any) -> None:
+        place = (op.name, op.shape[2] == 1)
+        if place in self._explained or (call.dropout and call.module.training):
+            return
+        self._explained.add(place)
+        with torch.no_grad():
+            if not explains(op, call, output):
+                raise UnreadableError("its output is not softmax(scale Q K^T + mask) V of its arguments")

@@ -26,6 +26,8 @@ from torch.utils._python_dispatch import (
     _push_mode,
 )
 
+from attrace.errors import CaptureError
+
 PLAIN = ("sdpa", "eager", "paged|eager")
 """Implementations that the recorder sees by itself."""
 
@@ -223,3 +225,19 @@ def in_use(model: nn.Module) -> list[tuple[MutableMapping[str, Any], str]]:
                 found[id(mapping), key] = (mapping, key)
                 break
     return list(found.values())
+
+
+def refuse_flex(kind: type[TorchDispatchMode]) -> None:
+    """Tell torch what a direct call of its flex attention does below a recorder: it says why it cannot be recorded."""
+    library = sys.modules.get("torch._higher_order_ops.flex_attention")
+    if library is None or kind in library.flex_attention.python_key_table:
+        return
+
+    def refuse(recorder: Any, *_args: Any, **_kwargs: Any) -> Any:
+        raise CaptureError(
+            f"Expected attention that runs below a dispatch mode. Received: a direct call of torch's flex_attention in "
+            f"{recorder.model}, which torch compiles. Call it through transformers' AttentionInterface, or use "
+            "scaled_dot_product_attention."
+        )
+
+    library.flex_attention.py_impl(kind)(torch.compiler.disable(refuse))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import FrameType
@@ -28,6 +29,8 @@ class Call:
     ids: Tensor | None = None
     """(B, q) token ids, where the model was given ids."""
     cache: weakref.ref[Any] | None = None
+    running: bool = False
+    """Whether the model runs, from the call's begin to its end."""
     cached: bool = False
     """Whether the call was given a cache (also an empty one)."""
     in_place: bool = False
@@ -140,6 +143,30 @@ class Keys:
         self.held, self.first, self.end = held, start, end
 
 
+class KeyStore:
+    """The keys of all layers of a recording."""
+
+    def __init__(self) -> None:
+        self._keys: dict[tuple[str, int], Keys] = {}
+        self._placed: Counter[str] = Counter()
+        self._call: Call | None = None
+        self._shared: object = None
+
+    def share(self, ops: list[Any], call: Call) -> None:
+        """Hold the keys of the operator that has just been recorded with those of its layer's other steps."""
+        op: Any = ops[-1] if ops else None
+        if not call.running or not call.cached or op is self._shared or not hasattr(op, "leaves_room"):
+            return
+        if op.kind != "self":
+            return
+        if call is not self._call:
+            self._call = call
+            self._placed.clear()
+        self._shared, place = op, (op.name, self._placed[op.name])
+        self._placed[op.name] += 1
+        self._keys.setdefault(place, Keys()).keep(op, call)
+
+
 def _changed_places(now: Tensor, before: Tensor) -> bool:
     """Whether each item's last key is an earlier item's, for some item not its own."""
     if now.shape[0] < 2 or not now.shape[2]:
@@ -168,3 +195,10 @@ def is_in_place(cache: Any) -> bool:
 
 def _layers(cache: Any) -> list[Any]:
     return list(getattr(getattr(cache, "self_attention_cache", cache), "layers", None) or ())
+
+
+def below_compiler() -> bool:
+    """Whether torch.compile looks at every function that is called in this thread now."""
+    if "torch._dynamo.eval_frame" not in sys.modules:
+        return False
+    return torch._C._dynamo.eval_frame.get_eval_frame_callback() not in {None, False}

@@ -11,7 +11,6 @@ from __future__ import annotations
 import inspect
 import sys
 import threading
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -24,9 +23,9 @@ from torch import Tensor, nn
 from torch.overrides import enable_reentrant_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from attrace.capture.registered import UnreadableError, explains, read
-from attrace.capture.registry import RegisteredCall, watching
-from attrace.capture.steps import Call, Keys, call_of, joins_cache
+from attrace.capture.registered import RegistryObserver
+from attrace.capture.registry import refuse_flex, watching
+from attrace.capture.steps import Call, KeyStore, below_compiler, call_of, joins_cache
 from attrace.capture.torch_blocks import BlockInputs
 from attrace.capture.torch_ops import QueryKeyAttention, SoftmaxAttention, TorchAttention, version_of
 from attrace.capture.trace import Trace
@@ -117,13 +116,8 @@ class Recorder(TorchDispatchMode):
         self._thread = threading.get_ident()
         self._names = {id(module): name or trace.model for name, module in modules.items()}
         self._running = False
-        if flex := sys.modules.get("torch._higher_order_ops.flex_attention"):
-            refuse_flex(flex.flex_attention, type(self))
         self._call = Call()
-        self._keys: dict[tuple[str, int], Keys] = {}
-        self._placed: Counter[str] = Counter()
-        self._shared: TorchAttention | None = None
-        self._explained: set[tuple[str, bool]] = set()
+        self._keys = KeyStore()
         self._batch: int | None = None
         self._pending: dict[int, PendingSoftmax] = {}
 
@@ -177,12 +171,12 @@ class Recorder(TorchDispatchMode):
         given = named_arguments(model, args, kwargs)
         self._batch = next((v.shape[0] for k in BATCHED if isinstance(v := given.get(k), Tensor) and v.ndim), None)
         self._call = call_of(given, self._call)
-        self._placed.clear()
+        self._call.running = True
         self._trace.begin(given.get("attention_mask"), self._call)
 
     def leave_model(self, _model: nn.Module, _args: Any, output: Any) -> None:
         if threading.get_ident() == self._thread:
-            self._running = False
+            self._running = self._call.running = False
             self._pending.clear()
             self._trace.output = output
 
@@ -208,7 +202,7 @@ class Recorder(TorchDispatchMode):
         if part == "fused":
             with enable_reentrant_dispatch():  # so that detached tensors share their version counters
                 self._fused(func, args, kwargs)
-            self._share_keys()
+            self._keys.share(self._trace.ops, self._call)
         elif part == "softmax":
             self._softmax(args, out)
         elif self._pending and part == "product":
@@ -322,36 +316,6 @@ class Recorder(TorchDispatchMode):
             heads = shape[0] // batch
         return (shape[0] // heads, heads) if len(shape) == 3 and heads and shape[0] % heads == 0 else None
 
-    # Functions of transformers' registry that show nothing below autograd
-
-    def owns(self, module: Any) -> bool:
-        return threading.get_ident() == self._thread and id(module) in self._names
-
-    def mark(self) -> tuple[int, int]:
-        return len(self._trace.ops), len(self._trace.unread)
-
-    def called(self, call: RegisteredCall, output: Any, mark: tuple[int, int]) -> None:
-        """Record a registered function's call, unless one attention was seen inside: that is nearer to the truth."""
-        caller, ops, unread = self._caller(), self._trace.ops, self._trace.unread
-        shape = (*call.query.shape[:3], call.key.shape[2])
-        if caller is None or (len(ops) == mark[0] + 1 and len(unread) == mark[1] and ops[-1].shape[:3] == shape[:3]):
-            return
-        del ops[mark[0] :], unread[mark[1] :]
-        place = (caller.name, call.query.shape[2] == 1)
-        try:
-            op = read(call, name=caller.name, layer=len(self._trace.ops), kind=self._kind_of(caller, shape),
-                      values=self._values, in_place=self._call.in_place)  # fmt: skip
-            if place not in self._explained and not (call.dropout and call.module.training):
-                self._explained.add(place)
-                with torch.no_grad():
-                    if not explains(op, call, output):
-                        raise UnreadableError("its output is not softmax(scale Q K^T + mask) V of its arguments")
-        except UnreadableError as reason:
-            self._trace.unread.append(f"{caller.name} (attention implementation {call.name!r}: {reason})")
-            return
-        self._record(op)
-        self._share_keys()
-
     def _kind_of(self, caller: Caller, shape: tuple[int, int, int, int]) -> Literal["self", "cross"]:
         if caller.cross is None and self._running and joins_cache(shape, self._call):
             return "self"
@@ -361,17 +325,6 @@ class Recorder(TorchDispatchMode):
         if self._blocks is not None:
             op.block = self._blocks.block_of(op.name, op.value)
         self._trace.ops.append(op)
-
-    def _share_keys(self) -> None:
-        """Hold the keys of the last call once for all steps of a generation."""
-        op = self._trace.ops[-1] if self._trace.ops else None
-        if not self._running or not self._call.cached or not isinstance(op, QueryKeyAttention) or op.kind != "self":
-            return
-        if op is self._shared:
-            return
-        self._shared, place = op, (op.name, self._placed[op.name])
-        self._placed[op.name] += 1
-        self._keys.setdefault(place, Keys()).keep(op, self._call)
 
 
 class GuardedRecorder(Recorder):
@@ -390,13 +343,6 @@ class GuardedRecorder(Recorder):
 Recorder.guarded = GuardedRecorder
 
 
-def below_compiler() -> bool:
-    """Whether torch.compile looks at every function that is called in this thread now."""
-    if "torch._dynamo.eval_frame" not in sys.modules:
-        return False
-    return torch._C._dynamo.eval_frame.get_eval_frame_callback() not in (None, False)
-
-
 def modules_of(model: nn.Module) -> dict[str, nn.Module]:
     """What `named_modules` gives, in a third of its time: a trace of a small model feels it."""
     found: dict[str, nn.Module] = {}
@@ -412,21 +358,6 @@ def modules_of(model: nn.Module) -> dict[str, nn.Module]:
             start = f"{name}." if name else ""
             ahead += [(start + key, child) for key, child in reversed(module._modules.items()) if child is not None]
     return found
-
-
-def refuse_flex(flex: Any, kind: type[Recorder]) -> None:
-    """Tell torch what its flex attention does below a recorder: it says why it cannot be recorded."""
-    if kind in flex.python_key_table:
-        return
-
-    def refuse(recorder: Recorder, *_args: Any, **_kwargs: Any) -> Any:
-        raise CaptureError(
-            f"Expected attention that runs below a dispatch mode. Received: a direct call of torch's flex_attention in "
-            f"{recorder.model}, which torch compiles. Call it through transformers' AttentionInterface, or use "
-            "scaled_dot_product_attention."
-        )
-
-    flex.py_impl(kind)(torch.compiler.disable(refuse))
 
 
 def has_compiled_parts(modules: Iterable[nn.Module]) -> bool:
@@ -528,7 +459,8 @@ def record(model: nn.Module, *, values: bool = False) -> Iterator[Trace]:
         )
         for handle in handles:
             undo.callback(handle.remove)
-        undo.enter_context(watching(model, recorder))
+        undo.enter_context(watching(model, RegistryObserver(recorder)))
+        refuse_flex(kind)
         undo.enter_context(recorder)
         yield trace
 

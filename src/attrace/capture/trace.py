@@ -195,8 +195,8 @@ class Trace:
         ask: Literal["target", "source"] = "target" if source is None else "source"
         if self.generated and n in (target, source):
             raise InputError(
-                f"Expected {ask} from {-n} to {n - 1}. Received: {n}, the last token of the generation, which the model "
-                f"was never given. Row {n - 1} is the one that predicted it."
+                f"Expected {ask} from {-n} to {n - 1}. Received: {n}, the last token of the generation: the model was "
+                f"never given it. Row {n - 1} is the one that predicted it."
             )
         at, single = check_positions(ask, target if source is None else source, n)
         return ones_at(at), ask, single

@@ -192,7 +192,7 @@ class Plan:
         parts = []
         for number, op in steps:
             (start, stop, skip), past = self.spans[number], self.calls[number].past
-            column, keys = extent(past, op.shape[2], op.shape[3]) if op.kind == "self" else (0, op.shape[3])
+            column, keys = extent(past, op.shape[2], op.shape[3]) if first.kind == "self" else (0, op.shape[3])
             if start < min(stop, self.length):
                 parts.append(Step(op, start, min(stop, self.length), skip, column, keys, self.items[number]))
         keys = self.length if first.kind == "self" else first.shape[3]
@@ -220,7 +220,7 @@ def assembled(trace: Trace, output: Any = None) -> Trace:
     _check_one_generation(trace, given)
     plan = _plan(trace, given)
     whole = [plan.repeated(op, plan.items[0]) for op in trace.ops[: trace.starts[0]]]
-    whole += [plan.layer(name, steps) for (name, _, _), steps in _by_layer(trace).items()]
+    whole += [plan.layer(name, steps) for (name, _), steps in _by_layer(trace).items()]
     ops = [replace(op, layer=layer) for layer, op in enumerate(whole)]
     valid = _valid(trace, plan)
     return replace(trace, ops=ops, starts=[0], calls=trace.calls[-1:], valid=valid, generated=True)
@@ -246,15 +246,15 @@ class Repeated(AssembledAttention):
         return self.steps[0].op.causal
 
 
-def _by_layer(trace: Trace) -> dict[tuple[str, str, int], list[tuple[int, TorchAttention]]]:
-    """(name, kind, which of the module's calls) -> the number of the model's call and the operator."""
-    found: dict[tuple[str, str, int], list[tuple[int, TorchAttention]]] = {}
+def _by_layer(trace: Trace) -> dict[tuple[str, int], list[tuple[int, TorchAttention]]]:
+    """(name, which of the module's calls) -> the number of the model's call and the operator."""
+    found: dict[tuple[str, int], list[tuple[int, TorchAttention]]] = {}
     ends = [*trace.starts[1:], len(trace.ops)]
     for number, (start, end) in enumerate(zip(trace.starts, ends, strict=True)):
-        seen: Counter[tuple[str, str]] = Counter()
+        seen: Counter[str] = Counter()
         for op in trace.ops[start:end]:
-            found.setdefault((op.name, op.kind, seen[op.name, op.kind]), []).append((number, op))
-            seen[op.name, op.kind] += 1
+            found.setdefault((op.name, seen[op.name]), []).append((number, op))
+            seen[op.name] += 1
     return found
 
 

@@ -289,7 +289,8 @@ class RegistryObserver:
         recorder = self._recorder
         caller, ops, unread = recorder._caller(), recorder._trace.ops, recorder._trace.unread
         shape = (*call.query.shape[:3], call.key.shape[2])
-        if caller is None or (len(ops) == mark[0] + 1 and len(unread) == mark[1] and ops[-1].shape[:3] == shape[:3]):
+        seen = len(ops) == mark[0] + 1 and len(unread) == mark[1] and ops[-1].shape[:3] == shape[:3]
+        if seen or not caller.name:
             return
         del ops[mark[0] :], unread[mark[1] :]
         kind, values, at = recorder._kind_of(caller, shape), recorder._values, recorder._call

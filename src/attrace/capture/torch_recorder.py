@@ -90,6 +90,10 @@ class Caller:
     """How many tokens ask, where the heads of a group share the query axis of the call instead."""
 
 
+ANOTHER = Caller("")
+"""Who calls where it is no module of the model."""
+
+
 @dataclass
 class PendingSoftmax:
     """A softmax that has not met its values yet, with the copies that keep its storages alive."""
@@ -128,12 +132,12 @@ class Recorder(TorchDispatchMode):
 
     # Which module runs
 
-    def _caller(self) -> Caller | None:
+    def _caller(self) -> Caller:
         """The innermost module of the model on the call stack, by the first argument of its functions.
 
         Looked up for attention calls alone: hooks on every module would cost more than the rest of the recorder,
-        switch off the fast paths that check for hooks, and run in other threads.  None where no module of the model
-        is on the stack: the call is another model's.
+        switch off the fast paths that check for hooks, and run in other threads.  ANOTHER where no module of the
+        model is on the stack.
         """
         frame: FrameType | None = sys._getframe(1)
         while frame is not None:
@@ -149,7 +153,7 @@ class Recorder(TorchDispatchMode):
                         local = {} if frame is None else frame.f_locals
                     return Caller(name, heads_of(module), is_cross(local), queries)
             frame = frame.f_back
-        return Caller(self._trace.model) if self._running else None
+        return Caller(self._trace.model) if self._running else ANOTHER
 
     def _forward_of(self, module: Any, frame: FrameType) -> FrameType | None:
         """The frame of the module's own forward, from a function that it called with itself."""
@@ -217,7 +221,7 @@ class Recorder(TorchDispatchMode):
         bias_at, causal_at = FUSED[func]
         bias = kwargs.get("attn_mask") if bias_at is None else args[bias_at]
         caller = self._caller()
-        if caller is None:
+        if caller is ANOTHER:
             return
         if caller.queries == 1 < query.shape[2]:  # one token, the heads of each group along the query axis
             query, bias = (
@@ -241,7 +245,7 @@ class Recorder(TorchDispatchMode):
 
     def _softmax(self, args: tuple[Any, ...], out: Tensor) -> None:
         dim = args[1]
-        if out.ndim >= 3 and dim in (-1, out.ndim - 1) and (caller := self._caller()) is not None:
+        if out.ndim >= 3 and dim in (-1, out.ndim - 1) and (caller := self._caller()) is not ANOTHER:
             with enable_reentrant_dispatch():
                 kept = out.detach()
             if not self._running:  # nothing else clears what met no values

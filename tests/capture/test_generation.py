@@ -242,6 +242,39 @@ def test_an_encoder_alone_is_recorded_and_other_models_are_not() -> None:
         torch.testing.assert_close(op.weights()[0], same.weights()[0], atol=1e-5, rtol=0)
 
 
+def test_a_model_that_looks_ahead() -> None:
+    """Without a cache a bidirectional model makes a full pass for each token: the last is what the last one drew on."""
+    config = transformers.BertConfig(
+        vocab_size=100, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64,
+        max_position_embeddings=64, is_decoder=False,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.BertLMHeadModel(config).eval()
+    trace, output = generated(model, tiny.inputs(), do_sample=False, use_cache=False)
+    with torch.no_grad():
+        expected = attrace.trace(model, input_ids=output.sequences[:, :-1])
+    check_rows(trace.assembled(output), expected)
+    assert not trace.assembled().is_causal()
+    trace, output = generated(model, tiny.inputs(), do_sample=False, num_beams=2, use_cache=False)
+    with pytest.raises(CaptureError, match=r"BertLMHeadModel, whose tokens look at later ones"):
+        trace.assembled(output)
+
+
+def test_a_quantised_cache() -> None:
+    """Keys that come back from eight bits differ from step to step: each step keeps those that it used."""
+    traces = []
+    for backend in ("sdpa", "eager"):
+        model = decoder("llama", backend)
+        cache = transformers.QuantizedCache(backend="fp8", config=model.config)
+        with attrace.record(model) as trace:
+            model.generate(**tiny.inputs(), **SETTINGS, do_sample=False, cache=cache)
+        traces.append(trace.assembled())
+    for op, other in zip(traces[0].ops, traces[1].ops, strict=True):
+        torch.testing.assert_close(op.weights(), other.weights(), atol=1e-5, rtol=0)
+    plain, _ = generated(decoder("llama"), tiny.inputs(), do_sample=False)
+    assert not torch.allclose(traces[0].ops[0].weights(), plain.assembled().ops[0].weights(), atol=1e-4)
+
+
 ENDS = {"eos_token_id": list(range(0, 100, 3)), "pad_token_id": 0}
 
 
@@ -324,6 +357,11 @@ def test_a_loop_of_ones_own() -> None:
     with torch.inference_mode(), attrace.record(model) as trace:
         for start, stop in ((0, 4), (4, 6), (6, 7)):
             model(input_ids=ids[:, start:stop], cache=cache)
+    torch.testing.assert_close(trace.rollout(), traced(model, {"input_ids": ids}).rollout(), atol=1e-5, rtol=0)
+
+    with torch.no_grad(), attrace.record(model) as trace:  # a cache that the model begins itself
+        first = model(input_ids=ids[:, :6], use_cache=True)
+        model(input_ids=ids[:, 6:], cache=first.cache)
     torch.testing.assert_close(trace.rollout(), traced(model, {"input_ids": ids}).rollout(), atol=1e-5, rtol=0)
 
     cache = transformers.DynamicCache(config=model.config)

@@ -63,7 +63,7 @@ class AssembledAttention(TorchAttention):
 
     @property
     def causal(self) -> bool:
-        return self.kind == "self"
+        return self.kind == "self" and all(step.op.causal or step.op.shape[2] == 1 for step in self.steps)
 
     @property
     def device(self) -> torch.device:
@@ -228,7 +228,8 @@ def assembled(trace: Trace, output: Any = None) -> Trace:
 
 def _plan(trace: Trace, given: Sequences | None) -> Plan:
     queries = [_queries(trace, number) for number in range(len(trace.calls))]
-    spans, batch = _spans(trace.calls, queries), int(trace.ops[-1].shape[0])
+    beams = given is not None and given.beams is not None
+    spans, batch = _spans(trace.calls, queries, first=beams), int(trace.ops[-1].shape[0])
     length, items = _length(trace.calls, spans, given), _items(trace.calls, spans, given, batch)
     count = batch if given is None else len(given.ids)
     missing = torch.ones(count, length, dtype=torch.bool, device=trace.ops[-1].device)
@@ -291,6 +292,11 @@ def _check_one_generation(trace: Trace, given: Sequences | None) -> None:
             "Expected the beam that each token was taken from. Received: calls in which rows of the batch changed "
             f"places (beam search). Generate with {BEAMS} and give its output: trace.assembled(output)."
         )
+    if beams and not calls[-1].cached and not _causal(trace):
+        raise CaptureError(
+            f"Expected causal attention, for beam search without a cache. Received: {trace.model}, whose tokens look at "
+            "later ones. Generate without beams."
+        )
     back = any(c.cached and c.past < b.past + _queries(trace, i) for i, (b, c) in enumerate(pairwise(calls)))
     if given is None and (back or any(c.decoding == "_assisted_decoding" for c in calls)):
         raise CaptureError(
@@ -299,18 +305,29 @@ def _check_one_generation(trace: Trace, given: Sequences | None) -> None:
         )
 
 
+def _causal(trace: Trace) -> bool:
+    """Whether no token of the first call looks at a later one, in the layers of the sequence."""
+    end = trace.starts[1] if len(trace.starts) > 1 else len(trace.ops)
+    ops: list[TorchAttention] = trace.ops[trace.starts[0] : end]
+    queries = _queries(trace, 0)
+    return not any(op.kind == "self" and op.shape[2] == queries and bool(op.weights([0])[..., 1:].any()) for op in ops)
+
+
 def _begins_with(ids: Tensor | None, start: Tensor | None) -> bool:
     if ids is None or start is None or ids.shape[0] != start.shape[0] or ids.shape[1] <= start.shape[1]:
         return False
     return torch.equal(ids[:, : start.shape[1]], start)
 
 
-def _spans(calls: list[Call], queries: list[int]) -> list[tuple[int, int, int]]:
-    """(start, stop, rows skipped) of each call: the rows of the sequence that are read from it."""
+def _spans(calls: list[Call], queries: list[int], *, first: bool) -> list[tuple[int, int, int]]:
+    """(start, stop, rows skipped) of each call: the rows of the sequence that are read from it.
+
+    A row that several calls computed is read from the last of them, or from the `first`: after beam search without a
+    cache the last calls may be those of other sequences.
+    """
     spans: list[tuple[int, int, int]] = []
     for call, count in zip(calls, queries, strict=True):
-        end = spans[-1][1] if spans else 0
-        start = call.past if call.cached else max(call.past, end if spans else 0)
+        start = max(call.past, spans[-1][1]) if first and spans and not call.cached else call.past
         # Tokens that were taken back are another call's now.
         spans = [(a, min(b, start), skip) for a, b, skip in spans]
         spans.append((start, call.past + count, start - call.past))

@@ -42,6 +42,13 @@ class Call:
     reordered: bool = False
     """Whether rows of the batch changed places since the call before."""
 
+    def made(self, output: Any) -> None:
+        """Note the cache that the model itself began in this call and gave back."""
+        if self.cache is None:
+            found = (getattr(output, name, None) for name in ("cache", "past_key_values"))
+            cache = next((value for value in found if callable(getattr(value, "get_seq_length", None))), None)
+            self.cache = None if cache is None else weakref.ref(cache)
+
 
 def call_of(given: Mapping[str, Any], before: Call) -> Call:
     """What the arguments of the model's forward say of a call."""
@@ -58,8 +65,8 @@ def call_of(given: Mapping[str, Any], before: Call) -> Call:
         first = legacy[0][0] if isinstance(legacy[0], tuple | list) and legacy[0] else None
         if isinstance(first, Tensor) and first.ndim > 2:
             call.past, call.cached = first.shape[-2], True
-    if cache is None:
-        call.continues = before.cache is None
+    else:
+        call.continues = not before.cached
     return call
 
 

@@ -181,6 +181,7 @@ class Recorder(TorchDispatchMode):
     def leave_model(self, _model: nn.Module, _args: Any, output: Any) -> None:
         if threading.get_ident() == self._thread:
             self._running = self._call.running = False
+            self._call.made(output)
             self._pending.clear()
             self._trace.output = output
 

@@ -260,6 +260,32 @@ def test_a_model_that_looks_ahead() -> None:
         trace.assembled(output)
 
 
+def test_self_and_cross_attention_in_one_call_are_refused() -> None:
+    """T5Gemma 2 lays the encoder's keys beside the decoder's, which grow."""
+
+    class Merged(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(100, 8)
+            self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+
+        def forward(self, input_ids: Tensor, memory: Tensor, cache: Any) -> Tensor:
+            own = self.embed(input_ids)
+            keys, _ = cache.update(own[:, None], own[:, None], 0)
+            both = torch.cat([keys[:, 0], memory], 1)
+            found: Tensor = self.attention(own, both, both, need_weights=False)[0]
+            return found
+
+    model, memory, cache = Merged().eval(), torch.randn(1, 4, 8), transformers.DynamicCache()
+    with torch.no_grad(), attrace.record(model) as trace:
+        for token in range(3):
+            model(torch.tensor([[token]]), memory, cache)
+    with pytest.raises(
+        CaptureError, match=r"attention in call 1 of the generation.*\(1, 2, 1, 6\), after \(1, 2, 1, 5\)"
+    ):
+        trace.assembled()
+
+
 def test_a_quantised_cache() -> None:
     """Keys that come back from eight bits differ from step to step: each step keeps those that it used."""
     traces = []

@@ -191,6 +191,12 @@ class Plan:
             return self.repeated(first, self.items[steps[0][0]])  # an encoder inside the first call
         parts = []
         for number, op in steps:
+            if op.shape[2] != self.queries[number] or (first.kind == "cross" and op.shape[3] != first.shape[3]):
+                raise CaptureError(
+                    f"Expected {self.queries[number]} rows of {name} in call {number} of the generation, and other "
+                    f"streams of one length. Received: (B, H, Q, T) = {op.shape}, after {first.shape}. Such a layer is "
+                    "not assembled yet; the maps of each call are in trace.ops."
+                )
             (start, stop, skip), past = self.spans[number], self.calls[number].past
             column, keys = extent(past, op.shape[2], op.shape[3]) if first.kind == "self" else (0, op.shape[3])
             if start < min(stop, self.length):
@@ -294,8 +300,8 @@ def _check_one_generation(trace: Trace, given: Sequences | None) -> None:
         )
     if beams and not calls[-1].cached and not _causal(trace):
         raise CaptureError(
-            f"Expected causal attention, for beam search without a cache. Received: {trace.model}, whose tokens look at "
-            "later ones. Generate without beams."
+            f"Expected causal attention, for beam search without a cache. Received: {trace.model}, whose tokens look "
+            "at later ones. Generate without beams."
         )
     back = any(c.cached and c.past < b.past + _queries(trace, i) for i, (b, c) in enumerate(pairwise(calls)))
     if given is None and (back or any(c.decoding == "_assisted_decoding" for c in calls)):

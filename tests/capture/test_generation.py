@@ -286,6 +286,41 @@ def test_self_and_cross_attention_in_one_call_are_refused() -> None:
         trace.assembled()
 
 
+def test_models_that_make_nothing_of_their_cache() -> None:
+    config = transformers.OpenAIGPTConfig(vocab_size=100, n_embd=32, n_layer=2, n_head=4, n_positions=64)
+    torch.manual_seed(0)
+    model = transformers.OpenAIGPTLMHeadModel(config).eval()
+    trace, output = generated(model, tiny.inputs(), do_sample=False)
+    assert [op.shape[2] for op in trace.ops[::2]] == [7, 8, 9, 10, 11, 12]
+    with torch.no_grad():
+        check_rows(trace.assembled(output), attrace.trace(model, input_ids=output.sequences[:, :-1]))
+    states = transformers.MambaConfig(
+        vocab_size=100,
+        hidden_size=16,
+        num_hidden_layers=1,
+        state_size=4,
+        pad_token_id=0,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    trace, _ = generated(transformers.MambaForCausalLM(states).eval(), tiny.inputs(), do_sample=False)
+    with pytest.raises(CaptureError, match=r"Expected attention in MambaForCausalLM\. Received: none"):
+        trace.rollout()
+
+
+def test_a_prompt_of_embeddings() -> None:
+    model = decoder("llama")
+    given = tiny.inputs()
+    ids = given.pop("input_ids")
+    given["inputs_embeds"] = model.get_input_embeddings()(ids).detach()
+    for options in (DECODING["greedy"], DECODING["beams"]):
+        trace, output = generated(model, given, **options)
+        assert output.sequences.shape[1] == 6  # the new tokens alone
+        prompt = ids.repeat_interleave(len(output.sequences) // 2, 0)
+        expected = full_pass(model, torch.cat([prompt, output.sequences], 1))
+        check_rows(trace.assembled(output), expected)
+
+
 def test_a_quantised_cache() -> None:
     """Keys that come back from eight bits differ from step to step: each step keeps those that it used."""
     traces = []

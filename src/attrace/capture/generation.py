@@ -283,9 +283,7 @@ def _check_one_generation(trace: Trace, given: Sequences | None) -> None:
         )
     for number, (before, call) in enumerate(pairwise(calls), start=1):
         end = before.past + _queries(trace, number - 1)
-        grows = call.past == 0 and not call.cached and not before.cached and _begins_with(call.ids, before.ids)
-        if call.decoding == "_beam_search" and not call.cached and not before.cached:
-            grows = True
+        grows = call.past == before.past == 0 and _goes_on(call, before)
         if not grows and not (0 < call.past <= end and call.continues):
             raise CaptureError(
                 f"Expected one call of {trace.model} in the trace, or the calls of one generation. Received: "
@@ -298,12 +296,12 @@ def _check_one_generation(trace: Trace, given: Sequences | None) -> None:
             "Expected the beam that each token was taken from. Received: calls in which rows of the batch changed "
             f"places (beam search). Generate with {BEAMS} and give its output: trace.assembled(output)."
         )
-    if beams and not calls[-1].cached and not _causal(trace):
+    if beams and not calls[-1].past and not _causal(trace):
         raise CaptureError(
             f"Expected causal attention, for beam search without a cache. Received: {trace.model}, whose tokens look "
             "at later ones. Generate without beams."
         )
-    back = any(c.cached and c.past < b.past + _queries(trace, i) for i, (b, c) in enumerate(pairwise(calls)))
+    back = any(0 < c.past < b.past + _queries(trace, i) for i, (b, c) in enumerate(pairwise(calls)))
     if given is None and (back or any(c.decoding == "_assisted_decoding" for c in calls)):
         raise CaptureError(
             "Expected to know which tokens were kept. Received: calls in which tokens were proposed and taken back "
@@ -319,10 +317,13 @@ def _causal(trace: Trace) -> bool:
     return not any(op.kind == "self" and op.shape[2] == queries and bool(op.weights([0])[..., 1:].any()) for op in ops)
 
 
-def _begins_with(ids: Tensor | None, start: Tensor | None) -> bool:
-    if ids is None or start is None or ids.shape[0] != start.shape[0] or ids.shape[1] <= start.shape[1]:
+def _goes_on(call: Call, before: Call) -> bool:
+    """Whether a call was given all tokens anew and some more; among beams the earlier ones change."""
+    if call.ids is None or before.ids is None or call.ids.shape[0] != before.ids.shape[0]:
         return False
-    return torch.equal(ids[:, : start.shape[1]], start)
+    kept = before.ids.shape[1]
+    same = call.decoding == "_beam_search" or torch.equal(call.ids[:, :kept], before.ids)
+    return call.ids.shape[1] > kept and same
 
 
 def _spans(calls: list[Call], queries: list[int], *, first: bool) -> list[tuple[int, int, int]]:
@@ -333,7 +334,7 @@ def _spans(calls: list[Call], queries: list[int], *, first: bool) -> list[tuple[
     """
     spans: list[tuple[int, int, int]] = []
     for call, count in zip(calls, queries, strict=True):
-        start = max(call.past, spans[-1][1]) if first and spans and not call.cached else call.past
+        start = max(call.past, spans[-1][1]) if first and spans and not call.past else call.past
         # Tokens that were taken back are another call's now.
         spans = [(a, min(b, start), skip) for a, b, skip in spans]
         spans.append((start, call.past + count, start - call.past))
@@ -381,8 +382,8 @@ def _items(
 def _fills_prompt(call: Call, calls: list[Call]) -> bool:
     """Whether a call is a chunk of the prompt that another chunk follows."""
     at = calls.index(call)
-    following = calls[at + 1].ids if at + 1 < len(calls) else None
-    return call.cached and following is not None and following.shape[1] > 1
+    following = calls[at + 1] if at + 1 < len(calls) else None
+    return following is not None and following.past > 0 and following.ids is not None and following.ids.shape[1] > 1
 
 
 def _valid(trace: Trace, plan: Plan) -> Any:

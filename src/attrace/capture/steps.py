@@ -58,7 +58,7 @@ def call_of(given: Mapping[str, Any], before: Call) -> Call:
         ids = None
     call = Call(ids=None if ids is None else ids.detach().clone(), decoding=_decoding())
     if cache is not None:
-        call.past, call.cached, call.cache = int(cache.get_seq_length()), True, weakref.ref(cache)
+        call.past, call.cached, call.cache = _length(cache), True, weakref.ref(cache)
         call.in_place = is_in_place(cache)
         call.continues = before.cache is not None and before.cache() is cache
     elif isinstance(legacy := given.get("past_key_values"), tuple | list) and legacy:
@@ -68,6 +68,13 @@ def call_of(given: Mapping[str, Any], before: Call) -> Call:
     else:
         call.continues = not before.cached
     return call
+
+
+def _length(cache: Any) -> int:
+    try:
+        return int(cache.get_seq_length())
+    except Exception:  # of state-space layers alone, or not transformers' own: the model's run must not end here
+        return 0
 
 
 def _decoding() -> str:

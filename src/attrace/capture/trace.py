@@ -17,6 +17,7 @@ from attrace.ops.rollout.checks import (
     check_tolerance,
 )
 from attrace.ops.rollout.streamed import Mixing, Scaling, source_columns, target_rows
+from attrace.ops.rollout.streams import StreamGraph
 from attrace.types import Array, AttentionOp, Heads
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
@@ -68,6 +69,10 @@ class Trace:
     valid: Array | None = field(default=None, repr=False)
     """(B, n), True at real tokens, where the call had an attention mask of that shape."""
 
+    main: str = "tokens"
+    """The name of the main stream of tokens."""
+    flow: StreamGraph | None = field(default=None, repr=False)
+    """Which states of which streams the calls read and make, where the model may have several streams."""
     values: bool = False
     """Recorded with values, and with the attention blocks where the family is known."""
     family: str = ""
@@ -144,7 +149,7 @@ class Trace:
         scaling: Scaling = "own" if changed else "none"
         if normalize is not None:
             scaling = "one" if normalize else "none"
-        mixing = Mixing(heads, residual, scaling, discard, self.valid)
+        mixing = Mixing(heads, residual, scaling, discard, self.valid, self.valid)
         start, ask, single = self._question(ops[-1], target, source, segments)
         if ask == "target":
             answer = target_rows(ops, start, mixing, tolerance=tolerance)

@@ -1,0 +1,373 @@
+"""Which token stream every attention call of a PyTorch model reads, found by following its data.
+
+A label is a state of the stream graph (`attrace.ops.rollout.streams`).  The arguments of the model's forward get one
+each, named after the argument; what an operator computes takes the label of its first labelled argument; parameters
+and masks have none.  An attention call makes a new state, and a sum of two states of one stream is the newer one.
+Labels belong to storages, which views share.  A weak reference to each keeps its address from being given to another
+storage; the data goes when the model lets go of it.
+
+Only models with more than one stack of layers, or more than one input, are followed: the rest have one stream.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from attrace.capture.torch_ops import TorchAttention
+from attrace.capture.torch_recorder import PARTS, GuardedRecorder, Recorder, named_arguments, storage_of
+from attrace.ops.rollout.streams import StreamGraph
+
+aten = torch.ops.aten
+
+NO_STREAM = ("mask", "position", "type_id", "segment", "past", "cache", "bias", "labels", "size", "grid", "num_", "use_")
+"""Parts of the names of arguments that hold no tokens."""
+PRODUCTS = {aten.bmm.default, aten.baddbmm.default}
+CATS = {aten.cat.default}
+# Operators that take nothing but shape and type from their arguments.
+EMPTY = {
+    aten.new_zeros.default,
+    aten.new_ones.default,
+    aten.new_full.default,
+    aten.new_empty.default,
+    aten.new_empty_strided.default,
+    aten.zeros_like.default,
+    aten.ones_like.default,
+    aten.full_like.default,
+    aten.empty_like.default,
+    aten.rand_like.default,
+    aten.randn_like.default,
+}
+VIEW, MUTATES, FRESH, NOTHING, CAT = range(5)
+
+
+class Labels:
+    """Storage -> label.  A label is a state's number, or its complement where the tokens are learned queries that
+    have only met that state in a product.
+    """
+
+    _free: ClassVar[Any] = staticmethod(torch.UntypedStorage._free_weak_ref)
+    _expired: ClassVar[Any] = staticmethod(torch.UntypedStorage._expired)
+
+    def __init__(self) -> None:
+        self._labels: dict[int, int] = {}
+        self._references: dict[int, int] = {}
+        self.get = self._labels.get
+
+    def set(self, tensor: Tensor, label: int) -> None:
+        storage = tensor.untyped_storage()
+        address: int = storage._cdata
+        if address not in self._references:
+            self._references[address] = storage._weak_ref()
+        self._labels[address] = label
+
+    def drop_dead(self) -> None:
+        """Forget storages that are gone."""
+        dead = [address for address, reference in self._references.items() if self._expired(reference)]
+        for address in dead:
+            del self._labels[address]
+            self._free(self._references.pop(address))
+
+    def __len__(self) -> int:
+        return len(self._labels)
+
+    def __del__(self) -> None:
+        for reference in self._references.values():
+            self._free(reference)
+        self._references.clear()
+
+
+class StreamRecorder(Recorder):
+    """A recorder that also follows which stream everything belongs to."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._graph = StreamGraph()
+        self._trace.flow = self._graph
+        self._labels = Labels()
+        self._learned: dict[str, int] = {}
+        """Stream of learned queries -> its newest state."""
+        self._two_sided = bool(getattr(self._trace.config, "is_encoder_decoder", False))
+
+    def enter_model(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
+        super().enter_model(model, args, kwargs)
+        if self._running and kwargs is not None:
+            self._labels.drop_dead()
+            self._learned.clear()
+            for name, tensor in streams_given(named_arguments(model, args, kwargs), two_sided=self._two_sided):
+                if self._labels.get(storage_of(tensor)) is None:
+                    self._labels.set(tensor, self._graph.start(name))
+
+    def leave_model(self, _model: nn.Module, _args: Any, output: Any) -> None:
+        super().leave_model(_model, _args, output)
+        self._labels.drop_dead()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if not self._running:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        count, ends = len(self._trace.ops), None
+        part = PARTS.get(func)
+        if part == "fused":
+            ends = args[0], args[2], args[1]
+        elif part == "product" and self._pending:
+            left, right = args[-2:]
+            ends = (left, right, None) if storage_of(left) in self._pending else (right, left, None)
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        if len(self._trace.ops) > count and (new := [op for op in self._trace.ops[count:] if op.step is None]):
+            self._join(new, ends or (*[next(tensors_of(args))] * 2, None), out)
+        else:
+            self._follow(func, args, out)
+        return out
+
+    # Attention
+
+    def _join(self, ops: list[TorchAttention], ends: tuple[Tensor, Tensor, Tensor | None], out: Any) -> None:
+        """Note which states new calls read, and label what they give."""
+        query, value, key = ends
+        for op in ops:
+            queries = self._labels.get(storage_of(query))
+            keys = self._labels.get(storage_of(value))
+            if keys is None and key is not None:
+                keys = self._labels.get(storage_of(key))
+            if queries is None or queries < 0:
+                queries = self._learned_state(op, op.shape[2])
+            if keys is None or keys < 0:
+                same_tokens = op.kind == "self" and op.shape[2] == op.shape[3]
+                keys = queries if same_tokens else self._learned_state(op, op.shape[3], ".keys")
+            op.step, made = self._graph.attend(queries, keys, op.shape, op.name)
+            op.queries, op.keys = (self._graph.states[state].stream for state in (queries, keys))
+            op.kind = "self" if op.queries == op.keys else "cross"
+            if op.queries in self._learned:
+                self._learned[op.queries] = made
+            for tensor in tensors_of(out):
+                self._labels.set(tensor, made)
+
+    def _learned_state(self, op: TorchAttention, length: int, suffix: str = "") -> int:
+        """The state of tokens that come from no input: learned queries, named after their stack of modules."""
+        name = stack_of(op.name) + suffix
+        at = self._learned.get(name)
+        if at is None or self._graph.states[at].length != length:
+            name = name if at is None else f"{name}#{len(self._learned) + 1}"
+            at = self._learned[name] = self._graph.start(name, length)
+        return at
+
+    # Everything else
+
+    def _follow(self, func: Any, args: tuple[Any, ...], out: Any) -> None:
+        how = HOW.get(func)
+        if how is None:
+            how = HOW[func] = how_of(func)
+        if how in (VIEW, NOTHING):
+            return
+        outputs = [out] if isinstance(out, Tensor) else [t for t in tensors_of(out) if t.is_floating_point()]
+        if not outputs or outputs[0].dtype == torch.bool:
+            return
+        if how == FRESH and self._labels.get(storage_of(outputs[0])) is not None:
+            return  # a composite operator whose parts were followed
+        label = self._cat(args) if how == CAT else self._label_of(func, args, outputs[0])
+        if label is not None:
+            for tensor in outputs:
+                self._labels.set(tensor, label)
+
+    def _label_of(self, func: Any, args: tuple[Any, ...], out: Tensor) -> int | None:
+        label, ids = None, None
+        for tensor in tensors_of(args):
+            found = self._labels.get(storage_of(tensor))
+            if found is None:
+                continue
+            if not (tensor.is_floating_point() or tensor.is_complex()):
+                ids = tensor if ids is None else ids
+            elif label is None:
+                label = found
+            elif found != label:
+                label = self._newer(label, found)
+        if func in PRODUCTS:  # scores belong to their queries, whether these are labelled or not
+            left = self._labels.get(storage_of(args[-2]))
+            if left is not None:
+                return left
+            return label if label is None or label < 0 else ~label
+        if label is None and ids is not None:
+            label = self._labels.get(storage_of(ids))
+            if label is not None and out.is_floating_point():
+                label = self._first_read(label, ids)
+        return label
+
+    def _newer(self, one: int, other: int) -> int:
+        """The label of what was made of two labelled parts."""
+        if one < 0 or other < 0:
+            return one
+        graph = self._graph
+        older, newer = sorted((one, other))
+        if graph.descends(newer, older):
+            return newer
+        if graph.states[one].stream == graph.states[other].stream:
+            return graph.average(one, other)
+        return one
+
+    def _first_read(self, label: int, ids: Tensor) -> int:
+        """The state of ids that are embedded: a new stream where attention is over what they gave before.
+
+        A model without decoder_input_ids makes them of its input.
+        """
+        stream = self._graph.states[label].stream
+        if not self._graph.attended_since(label):
+            return label
+        name = f"{stack_of(self._caller().name)}.{stream}"
+        if self._two_sided and self._graph.latest("decoder_input_ids") is None:
+            name = "decoder_input_ids"
+        label = self._graph.start(name)
+        self._labels.set(ids, label)
+        return label
+
+    def _cat(self, args: tuple[Any, ...]) -> int | None:
+        """The label of tensors laid side by side: a new state where they are different tokens."""
+        parts = [t for t in args[0] if t.numel()]
+        labels = [self._labels.get(storage_of(t)) for t in parts]
+        known = [label for label in labels if label is not None and label >= 0]
+        if not known:
+            return next((label for label in labels if label is not None), None)
+        if len(parts) == 1 or len(set(labels)) == 1:
+            return known[0]
+        dim = (args[1] if len(args) > 1 else 0) % parts[0].ndim
+        sizes = [t.shape[dim] for t in parts]
+        if any(label is not None and label < 0 for label in labels) or not self._along_tokens(labels, parts, dim):
+            label = known[0]
+            for other in known[1:]:
+                label = label if other == label else self._newer(label, other)
+            return label
+        if None not in labels:
+            return self._graph.join(known, sizes)
+        if len(set(known)) == 1 and self._graph.states[known[0]].length is None:
+            return known[0]  # a class token before the first layer: part of the stream
+        name = stack_of(self._caller().name)
+        states = [
+            label if label is not None else self._graph.start(f"{name}.prefix", size)
+            for label, size in zip(labels, sizes, strict=True)
+        ]
+        return self._graph.join(states, sizes)
+
+    def _along_tokens(self, labels: list[int | None], parts: list[Tensor], dim: int) -> bool:
+        """Whether a cat's axis is that of the tokens."""
+        usual = (parts[0].ndim, dim) in ((3, 1), (4, 2))
+        for label, tensor in zip(labels, parts, strict=True):
+            if label is not None:
+                length = self._graph.states[label].length
+                if length != tensor.shape[dim] and not (length is None and usual):
+                    return False
+        return True
+
+
+class GuardedStreamRecorder(GuardedRecorder, StreamRecorder):
+    """The same for a model with compiled parts."""
+
+
+HOW: dict[Any, int] = {**dict.fromkeys(EMPTY, NOTHING), **dict.fromkeys(CATS, CAT)}
+
+
+def how_of(func: Any) -> int:
+    """What an operator does with the storages of its arguments."""
+    if func.is_view:
+        return VIEW
+    return MUTATES if func._schema.is_mutable else FRESH
+
+
+def tensors_of(values: Any) -> Iterator[Tensor]:
+    """Tensors among arguments or results, those in lists too."""
+    for value in (values,) if isinstance(values, Tensor) else values if isinstance(values, tuple | list) else ():
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from tensors_of(value)
+
+
+def streams_given(given: Mapping[str, Any], *, two_sided: bool) -> Iterator[tuple[str, Tensor]]:
+    """The arguments of a forward that hold tokens: (name, tensor), nested ones under their outermost name."""
+    for name, value in given.items():
+        if two_sided and name == "labels":
+            name = "decoder_input_ids"  # which the model makes of them
+        if any(part in name for part in NO_STREAM):
+            continue
+        if isinstance(value, Tensor):
+            if value.dtype != torch.bool and value.ndim:
+                yield name, value
+        elif isinstance(value, Mapping):
+            held = {key: inner for key, inner in value.items() if isinstance(inner, Tensor)}
+            # A model's output given back to it is one stream; a batch of named inputs several.
+            outer = None if name in ("kwargs", "inputs", "batch") or not hasattr(value, "to_tuple") else name
+            for key, inner in streams_given(held, two_sided=two_sided):
+                yield outer or key, inner
+        elif isinstance(value, tuple | list):
+            for inner in tensors_of(value):
+                if inner.dtype != torch.bool and inner.ndim:
+                    yield name, inner
+
+
+def stack_of(name: str) -> str:
+    """The stack of modules that a module belongs to: its name up to the first number.
+
+    >>> stack_of("qformer.encoder.layer.0.attention.attention")
+    'qformer.encoder'
+    """
+    parts = name.split(".")
+    first = next((i for i, part in enumerate(parts) if part.isdigit()), len(parts))
+    if first == len(parts):
+        return name
+    return ".".join(parts[: max(1, first - 1)])
+
+
+_FOLLOWED: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
+
+
+def has_streams(model: nn.Module) -> bool:
+    """Whether a model may have more than one stream: several stacks of layers, or several inputs."""
+    found = _FOLLOWED.get(model)
+    if found is None:
+        found = _FOLLOWED[model] = _has_streams(model)
+    return found
+
+
+def _has_streams(model: nn.Module) -> bool:
+    config = getattr(model, "config", None)
+    if getattr(config, "is_encoder_decoder", False) or getattr(config, "sub_configs", None):
+        return True
+    stacks = set()
+    for name, module in model.named_modules():
+        parts = name.split(".")
+        first = next((i for i, part in enumerate(parts) if part.isdigit()), None)
+        if first is not None and first == len(parts) - 1 and next(module.children(), None) is not None:
+            stacks.add(tuple(parts[:first]))
+    return len(stacks) > 1 or _inputs(model) > 1
+
+
+def _inputs(model: nn.Module) -> int:
+    """How many inputs a forward cannot do without."""
+    try:
+        found = inspect.signature(model.forward).parameters.values()
+    except (TypeError, ValueError):
+        return 1
+    needed = [p for p in found if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return sum(not any(part in p.name for part in NO_STREAM) for p in needed)
+
+
+def default_stream(model: nn.Module) -> str:
+    """The name of a model's one stream: its main input."""
+    name = getattr(model, "main_input_name", None)
+    if isinstance(name, str):
+        return name
+    try:
+        return next(iter(inspect.signature(model.forward).parameters), "input")
+    except (TypeError, ValueError):
+        return "input"
+
+
+def recorder_class(model: nn.Module, *, guarded: bool) -> type[Recorder]:
+    if has_streams(model):
+        return GuardedStreamRecorder if guarded else StreamRecorder
+    return GuardedRecorder if guarded else Recorder

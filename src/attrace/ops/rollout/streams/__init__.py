@@ -1,0 +1,20 @@
+"""Rollout over several streams of tokens: `naive` is the plain reference, `product` the same without any map held."""
+
+from __future__ import annotations
+
+from attrace.ops.rollout.streams.graph import Attend, Gather, Part, PositionMap, Run, Stay, StreamGraph, Unknown, in_order
+from attrace.ops.rollout.streams.product import source_shares, target_shares
+
+__all__ = [
+    "Attend",
+    "Gather",
+    "Part",
+    "PositionMap",
+    "Run",
+    "Stay",
+    "StreamGraph",
+    "Unknown",
+    "in_order",
+    "source_shares",
+    "target_shares",
+]

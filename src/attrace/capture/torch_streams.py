@@ -12,6 +12,7 @@ Only models with more than one stack of layers, or more than one input, are foll
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
@@ -25,8 +26,26 @@ from attrace.ops.rollout.streams import StreamGraph
 
 aten = torch.ops.aten
 
-NO_STREAM = ("mask", "position", "type_id", "segment", "past", "cache", "bias", "labels", "size", "grid", "num_", "use_")
+NO_STREAM = (
+    "mask",
+    "position",
+    "type_id",
+    "segment",
+    "past",
+    "cache",
+    "bias",
+    "labels",
+    "size",
+    "grid",
+    "num_",
+    "use_",
+)
 """Parts of the names of arguments that hold no tokens."""
+TOKEN_INPUTS = {"input_ids", "pixel_values", "input_features", "input_values", "visual_feats", "visual_embeds"}
+CROSSING = re.compile("cross|encoder_attn|encdec|multihead_attn", re.IGNORECASE)
+"""Names of modules that read a second stream."""
+LEARNED = re.compile(r"(^|\.)(latents?|probe|query_tokens?|queries|query_embeds?)$")
+"""Names of parameters that are tokens by themselves."""
 PRODUCTS = {aten.bmm.default, aten.baddbmm.default}
 CATS = {aten.cat.default}
 # Operators that take nothing but shape and type from their arguments.
@@ -63,15 +82,19 @@ class Labels:
         storage = tensor.untyped_storage()
         address: int = storage._cdata
         if address not in self._references:
-            self._references[address] = storage._weak_ref()
+            reference: Any = storage._weak_ref()
+            self._references[address] = reference
         self._labels[address] = label
+
+    def forget(self, address: int) -> None:
+        if address in self._labels:
+            del self._labels[address]
+            self._free(self._references.pop(address))
 
     def drop_dead(self) -> None:
         """Forget storages that are gone."""
-        dead = [address for address, reference in self._references.items() if self._expired(reference)]
-        for address in dead:
-            del self._labels[address]
-            self._free(self._references.pop(address))
+        for address in [a for a, reference in self._references.items() if self._expired(reference)]:
+            self.forget(address)
 
     def __len__(self) -> int:
         return len(self._labels)
@@ -91,7 +114,9 @@ class StreamRecorder(Recorder):
         self._trace.flow = self._graph
         self._labels = Labels()
         self._learned: dict[str, int] = {}
-        """Stream of learned queries -> its newest state."""
+        """Stream of learned tokens -> its newest state."""
+        self._unasked: list[int] = []
+        """Storages of learned tokens, parameters among them, that have a label for one call of the model."""
         self._two_sided = bool(getattr(self._trace.config, "is_encoder_decoder", False))
 
     def enter_model(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
@@ -99,9 +124,17 @@ class StreamRecorder(Recorder):
         if self._running and kwargs is not None:
             self._labels.drop_dead()
             self._learned.clear()
-            for name, tensor in streams_given(named_arguments(model, args, kwargs), two_sided=self._two_sided):
-                if self._labels.get(storage_of(tensor)) is None:
+            for address in self._unasked:
+                self._labels.forget(address)
+            self._unasked.clear()
+            given, seen = named_arguments(model, args, kwargs), set[int]()
+            mask = given.get("decoder_attention_mask")
+            self._trace.masks = {"decoder_input_ids": mask != 0} if isinstance(mask, Tensor) and mask.ndim == 2 else {}
+            for name, tensor in streams_given(given, two_sided=self._two_sided):
+                label, address = self._labels.get(storage_of(tensor)), storage_of(tensor)
+                if label is None or (address not in seen and self._graph.states[label].made is None):
                     self._labels.set(tensor, self._graph.start(name))
+                seen.add(address)  # what an earlier call computed goes on; what it was given begins anew
 
     def leave_model(self, _model: nn.Module, _args: Any, output: Any) -> None:
         super().leave_model(_model, _args, output)
@@ -121,7 +154,8 @@ class StreamRecorder(Recorder):
             ends = (left, right, None) if storage_of(left) in self._pending else (right, left, None)
         out = super().__torch_dispatch__(func, types, args, kwargs)
         if len(self._trace.ops) > count and (new := [op for op in self._trace.ops[count:] if op.step is None]):
-            self._join(new, ends or (*[next(tensors_of(args))] * 2, None), out)
+            first = next(tensors_of(args))
+            self._join(new, ends or (first, first, None), out)
         else:
             self._follow(func, args, out)
         return out
@@ -137,10 +171,10 @@ class StreamRecorder(Recorder):
             if keys is None and key is not None:
                 keys = self._labels.get(storage_of(key))
             if queries is None or queries < 0:
-                queries = self._learned_state(op, op.shape[2])
+                queries = self._learned_state(stack_of(op.name), op.shape[2])
             if keys is None or keys < 0:
                 same_tokens = op.kind == "self" and op.shape[2] == op.shape[3]
-                keys = queries if same_tokens else self._learned_state(op, op.shape[3], ".keys")
+                keys = queries if same_tokens else self._learned_state(f"{stack_of(op.name)}.keys", op.shape[3])
             op.step, made = self._graph.attend(queries, keys, op.shape, op.name)
             op.queries, op.keys = (self._graph.states[state].stream for state in (queries, keys))
             op.kind = "self" if op.queries == op.keys else "cross"
@@ -149,9 +183,8 @@ class StreamRecorder(Recorder):
             for tensor in tensors_of(out):
                 self._labels.set(tensor, made)
 
-    def _learned_state(self, op: TorchAttention, length: int, suffix: str = "") -> int:
-        """The state of tokens that come from no input: learned queries, named after their stack of modules."""
-        name = stack_of(op.name) + suffix
+    def _learned_state(self, name: str, length: int) -> int:
+        """The state of tokens that come from no input, named after their stack of modules."""
         at = self._learned.get(name)
         if at is None or self._graph.states[at].length != length:
             name = name if at is None else f"{name}#{len(self._learned) + 1}"
@@ -238,19 +271,23 @@ class StreamRecorder(Recorder):
         dim = (args[1] if len(args) > 1 else 0) % parts[0].ndim
         sizes = [t.shape[dim] for t in parts]
         if any(label is not None and label < 0 for label in labels) or not self._along_tokens(labels, parts, dim):
-            label = known[0]
+            merged = known[0]
             for other in known[1:]:
-                label = label if other == label else self._newer(label, other)
-            return label
+                merged = merged if other == merged else self._newer(merged, other)
+            return merged
         if None not in labels:
             return self._graph.join(known, sizes)
         if len(set(known)) == 1 and self._graph.states[known[0]].length is None:
             return known[0]  # a class token before the first layer: part of the stream
         name = stack_of(self._caller().name)
-        states = [
-            label if label is not None else self._graph.start(f"{name}.prefix", size)
-            for label, size in zip(labels, sizes, strict=True)
-        ]
+        states = []
+        for label, tensor, size in zip(labels, parts, sizes, strict=True):
+            if label is not None:
+                states.append(label)
+                continue
+            states.append(self._learned_state(name, size))
+            self._labels.set(tensor, states[-1])
+            self._unasked.append(storage_of(tensor))
         return self._graph.join(states, sizes)
 
     def _along_tokens(self, labels: list[int | None], parts: list[Tensor], dim: int) -> bool:
@@ -289,9 +326,9 @@ def tensors_of(values: Any) -> Iterator[Tensor]:
 
 def streams_given(given: Mapping[str, Any], *, two_sided: bool) -> Iterator[tuple[str, Tensor]]:
     """The arguments of a forward that hold tokens: (name, tensor), nested ones under their outermost name."""
-    for name, value in given.items():
-        if two_sided and name == "labels":
-            name = "decoder_input_ids"  # which the model makes of them
+    for argument, value in given.items():
+        # An encoder-decoder makes its decoder's input of the labels.
+        name = "decoder_input_ids" if two_sided and argument == "labels" else argument
         if any(part in name for part in NO_STREAM):
             continue
         if isinstance(value, Tensor):
@@ -343,17 +380,22 @@ def _has_streams(model: nn.Module) -> bool:
         first = next((i for i, part in enumerate(parts) if part.isdigit()), None)
         if first is not None and first == len(parts) - 1 and next(module.children(), None) is not None:
             stacks.add(tuple(parts[:first]))
-    return len(stacks) > 1 or _inputs(model) > 1
+        if CROSSING.search(parts[-1]):
+            return True
+    if len(stacks) > 1 or any(LEARNED.search(name) for name, _ in model.named_parameters()):
+        return True
+    return _inputs(model) > 1
 
 
 def _inputs(model: nn.Module) -> int:
-    """How many inputs a forward cannot do without."""
+    """How many inputs of a forward hold tokens: those of known names, or those that it cannot do without."""
     try:
         found = inspect.signature(model.forward).parameters.values()
     except (TypeError, ValueError):
         return 1
     needed = [p for p in found if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    return sum(not any(part in p.name for part in NO_STREAM) for p in needed)
+    needed = [p for p in needed if not any(part in p.name for part in NO_STREAM)]
+    return max(len(needed), sum(p.name in TOKEN_INPUTS for p in found))
 
 
 def default_stream(model: nn.Module) -> str:

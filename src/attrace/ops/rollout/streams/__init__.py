@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
-from attrace.ops.rollout.streams.graph import Attend, Gather, Part, PositionMap, Run, Stay, StreamGraph, Unknown, in_order
+from attrace.ops.rollout.streams.graph import (
+    Attend,
+    Gather,
+    Part,
+    PositionMap,
+    Run,
+    Stay,
+    StreamGraph,
+    Unknown,
+    in_order,
+)
 from attrace.ops.rollout.streams.product import source_shares, target_shares
 
 __all__ = [

@@ -8,7 +8,7 @@ side as one longer sequence, or added to each other.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -190,6 +190,15 @@ class StreamGraph:
         found = (at for at in range(len(self.states) - 1, -1, -1) if self.states[at].stream == stream)
         return next(found, None)
 
+    def newest(self, stream: str) -> int | None:
+        """The newest state that attention made of a stream; None where it made none."""
+        for at in range(len(self.states) - 1, -1, -1):
+            made = self.states[at].made if self.states[at].stream == stream else None
+            added = isinstance(made, Gather) and len(made.parts) == 2 and _all_stay(made.parts)
+            if isinstance(made, Attend) or added:  # calls side by side that were added up are the newest together
+                return at
+        return None
+
     def _read(self, state: int, length: int, name: str) -> int:
         """The state as it is read at `length` positions."""
         found = self.states[state]
@@ -205,11 +214,15 @@ class StreamGraph:
         parts = (Part(state, Unknown(reason)),)
         return self._make(State(found.stream, length), lambda at: Gather(parts, at))
 
-    def _make(self, state: State, step_of: Any) -> int:
+    def _make(self, state: State, step_of: Callable[[int], Attend | Gather]) -> int:
         self.states.append(state)
-        state.made = step_of(len(self.states) - 1)
-        self.steps.append(state.made)  # type: ignore[arg-type]
+        state.made = made = step_of(len(self.states) - 1)
+        self.steps.append(made)
         return len(self.states) - 1
+
+
+def _all_stay(parts: Sequence[Part]) -> bool:
+    return all(isinstance(part.moves, Stay) for part in parts)
 
 
 def in_order(ops: Iterable[Any]) -> tuple[StreamGraph, list[int]]:

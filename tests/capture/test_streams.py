@@ -20,6 +20,7 @@ from tiny import traced
 from torch import Tensor, nn
 
 import attrace
+from attrace.capture import torch_streams
 from attrace.capture.torch_recorder import GuardedRecorder, Recorder, storage_of
 from attrace.capture.torch_streams import Labels, StreamRecorder, has_streams, recorder_class, stack_of
 from attrace.errors import CaptureError, InputError
@@ -386,6 +387,21 @@ def test_only_models_that_may_have_streams_are_followed() -> None:
         model = tiny_streams.model(family, "eager")
         assert has_streams(model), family
         assert issubclass(recorder_class(model, guarded=True), StreamRecorder)
+
+
+@pytest.mark.parametrize(("family", "backend"), tiny.CASES)
+def test_one_stream_is_found_as_one(family: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Followed all the same, every model with one stream gives one, and its graph is the chain of its layers."""
+    model, given = tiny.model(family, backend), tiny.inputs(pad=2)
+    expected = traced(model, given)
+    monkeypatch.setitem(torch_streams._FOLLOWED, model, True)
+    trace = traced(model, given)
+    assert trace.flow is not None
+    assert joined(trace) == joined(expected)
+    assert [(step.queries, step.keys, step.makes) for step in trace.flow.steps] == [
+        (i, i, i + 1) for i in range(len(trace.ops))
+    ]
+    assert torch.equal(trace.rollout(), expected.rollout())
 
 
 def test_one_stream_is_named_after_the_models_main_input() -> None:

@@ -62,7 +62,7 @@ EMPTY = {
     aten.rand_like.default,
     aten.randn_like.default,
 }
-VIEW, MUTATES, FRESH, NOTHING, CAT = range(5)
+PASS, MUTATES, FRESH, CAT = range(4)
 
 
 class Labels:
@@ -143,7 +143,10 @@ class StreamRecorder(Recorder):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if not self._running:
+        how = HOW.get(func)
+        if how is None:
+            how = HOW[func] = how_of(func)
+        if how == PASS or not self._running:
             return super().__torch_dispatch__(func, types, args, kwargs)
         count, ends = len(self._trace.ops), None
         part = PARTS.get(func)
@@ -157,7 +160,7 @@ class StreamRecorder(Recorder):
             first = next(tensors_of(args))
             self._join(new, ends or (first, first, None), out)
         else:
-            self._follow(func, args, out)
+            self._follow(func, how, args, out)
         return out
 
     # Attention
@@ -193,12 +196,7 @@ class StreamRecorder(Recorder):
 
     # Everything else
 
-    def _follow(self, func: Any, args: tuple[Any, ...], out: Any) -> None:
-        how = HOW.get(func)
-        if how is None:
-            how = HOW[func] = how_of(func)
-        if how in (VIEW, NOTHING):
-            return
+    def _follow(self, func: Any, how: int, args: tuple[Any, ...], out: Any) -> None:
         outputs = [out] if isinstance(out, Tensor) else [t for t in tensors_of(out) if t.is_floating_point()]
         if not outputs or outputs[0].dtype == torch.bool:
             return
@@ -291,7 +289,9 @@ class StreamRecorder(Recorder):
         return self._graph.join(states, sizes)
 
     def _along_tokens(self, labels: list[int | None], parts: list[Tensor], dim: int) -> bool:
-        """Whether a cat's axis is that of the tokens."""
+        """Whether a cat's axis is that of the tokens: never the last one, of features or of keys (a sink's column)."""
+        if dim == parts[0].ndim - 1:
+            return False
         usual = (parts[0].ndim, dim) in ((3, 1), (4, 2))
         for label, tensor in zip(labels, parts, strict=True):
             if label is not None:
@@ -305,13 +305,13 @@ class GuardedStreamRecorder(GuardedRecorder, StreamRecorder):
     """The same for a model with compiled parts."""
 
 
-HOW: dict[Any, int] = {**dict.fromkeys(EMPTY, NOTHING), **dict.fromkeys(CATS, CAT)}
+HOW: dict[Any, int] = {**dict.fromkeys(EMPTY, PASS), **dict.fromkeys(CATS, CAT)}
 
 
 def how_of(func: Any) -> int:
     """What an operator does with the storages of its arguments."""
     if func.is_view:
-        return VIEW
+        return PASS
     return MUTATES if func._schema.is_mutable else FRESH
 
 

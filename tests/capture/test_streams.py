@@ -5,9 +5,7 @@ The expected rollouts are written out here per model, in dense NumPy over the li
 
 from __future__ import annotations
 
-import gc
 import threading
-import weakref
 from typing import Any
 
 import numpy as np
@@ -20,9 +18,6 @@ from tiny import traced
 from torch import Tensor, nn
 
 import attrace
-from attrace.capture import torch_streams
-from attrace.capture.torch_recorder import GuardedRecorder, Recorder, storage_of
-from attrace.capture.torch_streams import Labels, StreamRecorder, has_streams, recorder_class, stack_of
 from attrace.errors import CaptureError, InputError
 
 Map = NDArray[np.float64]
@@ -55,6 +50,8 @@ KNOWN = {
     + [("connector.perceiver_resampler", "pixel_values+connector.perceiver_resampler")] * 2
     + [("input_ids", "input_ids")] * 2,
     "detr": [("pixel_values", "pixel_values")] + [("decoder", "decoder"), ("decoder", "pixel_values")] * 2,
+    "time-series": [("past_values[0:7]",) * 2] * 2
+    + [("past_values[7:12]",) * 2, ("past_values[7:12]", "past_values[0:7]")] * 2,
     "perceiver": [("encoder.cross_attention.attention.self", "inputs")]
     + [("encoder.cross_attention.attention.self",) * 2] * 2,
 }
@@ -158,6 +155,83 @@ def test_mass_is_kept_over_all_streams(family: str, backend: str) -> None:
         dropped = trace.rollout(target=(stream, 0), tolerance=0.2)
         left = sum(part.sum(-1) for part in (dropped.values() if isinstance(dropped, dict) else [dropped]))
         assert 0.8 - 1e-5 <= float(left.min()) <= float(left.max()) <= 1 + 1e-5
+
+
+def test_one_input_that_is_cut_for_an_encoder_and_a_decoder() -> None:
+    model, given = tiny_streams.model("time-series", "eager"), tiny_streams.inputs("time-series")
+    with torch.no_grad():
+        own = model(**given, output_attentions=True)
+    trace = traced(model, given)
+    assert trace.streams == {"past_values[0:7]": 7, "past_values[7:12]": 5, "past_values": 12}
+    _, from_source, from_decoder = two_streams(own, 1, 0.5)
+    found = trace.rollout()
+    assert list(found) == ["past_values"]
+    np.testing.assert_allclose(found["past_values"][1], np.concatenate([from_source, from_decoder], 1), atol=1e-5)
+    column = trace.rollout(source=("past_values", 9))
+    np.testing.assert_allclose(column["past_values[7:12]"][1], from_decoder[:, 2], atol=1e-5)
+
+
+class Packed(nn.Module):
+    """Several images in one sequence, each attended by a call of its own, as in vision-language models."""
+
+    def __init__(self, backend: str) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 48) for _ in range(2))
+        self.backend = backend
+
+    def forward(self, images: Tensor, text: Tensor, sizes: tuple[int, ...]) -> Tensor:
+        for layer in self.layers:
+            packed = layer(images).reshape(len(images), 3, 2, 8).permute(1, 0, 2, 3)
+            q, k, v = (part.transpose(0, 1)[None].split(sizes, dim=2) for part in packed)
+            outs = [self.attend(*one).transpose(1, 2) for one in zip(q, k, v, strict=True)]
+            images = images + torch.cat(outs, dim=1).reshape(len(images), 16)
+        return text + self.attend(text[None, None], images[None, None], images[None, None])[0, 0]
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if self.backend == "sdpa":
+            return nn.functional.scaled_dot_product_attention(q, k, v)
+        return (q @ k.mT / q.shape[-1] ** 0.5).softmax(-1) @ v
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "eager"])
+@pytest.mark.parametrize("sizes", [(3, 5), (2, 2, 4)])
+def test_images_packed_in_one_sequence(backend: str, sizes: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    trace = traced_call(Packed(backend), torch.randn(8, 16), torch.randn(4, 16), sizes)
+    count = len(sizes)
+    assert joined(trace) == [("images", "images")] * 2 * count + [("text", "images")]
+    assert trace.streams == {"images": 8, "text": 4}
+    maps = [op.weights()[0].mean(0).double().numpy() for op in trace.ops]
+    images = np.eye(8)
+    for layer in (maps[:count], maps[count : 2 * count]):
+        block = np.zeros((8, 8))
+        for number, map_ in enumerate(layer):
+            at = slice(sum(sizes[:number]), sum(sizes[: number + 1]))
+            block[at, at] = map_
+        images = 0.5 * images + 0.5 * block @ images
+    found = trace.rollout(target=[0, 1, 2, 3])
+    np.testing.assert_allclose(found["images"][0], 0.5 * maps[-1] @ images, atol=1e-6)
+    np.testing.assert_allclose(found["text"][0], 0.5 * np.eye(4), atol=1e-6)
+    last = trace.rollout(target=("images", [0, 7]))
+    np.testing.assert_allclose(last["images"][0], images[[0, 7]], atol=1e-6)
+
+
+def traced_call(model: nn.Module, *args: Any) -> attrace.Trace:
+    with torch.no_grad():
+        return attrace.trace(model, *args)
+
+
+def test_windows_in_the_batch_axis_are_refused() -> None:
+    class Windows(nn.Module):
+        def forward(self, image: Tensor, text: Tensor) -> Tensor:
+            parts = image.unflatten(2, (2, -1)).transpose(1, 2).flatten(0, 1).contiguous()
+            parts = parts + (parts @ parts.mT).softmax(-1) @ parts
+            image = image + parts.unflatten(0, (1, 2)).transpose(1, 2).flatten(2, 3)
+            return text + (text @ image.mT).softmax(-1) @ image
+
+    trace = attrace.trace(Windows(), torch.randn(1, 1, 6, 8), torch.randn(1, 1, 4, 8))
+    with pytest.raises(CaptureError, match="Received: 1 x 6 for 2 inputs; the batch was split or windows were made"):
+        trace.rollout(target=("text", 0))
 
 
 def test_co_attention_reads_both_states_before_either_changes() -> None:
@@ -337,82 +411,6 @@ def test_two_calls_in_one_block_and_a_failed_one_in_between() -> None:
     assert all(torch.equal(block, expected[name]) for name, block in trace.rollout(target=-1).items())
 
 
-# Labels and the lives of storages
-
-
-def test_a_label_goes_with_its_storage_and_keeps_no_data() -> None:
-    labels = Labels()
-    for number in range(200):  # addresses would be used again at once
-        tensor = torch.randn(4)
-        assert labels.get(storage_of(tensor)) is None
-        labels.set(tensor, number)
-        assert labels.get(storage_of(tensor.view(2, 2))) == number
-    labels.drop_dead()
-    assert len(labels) == 1
-    labels.forget(storage_of(tensor))
-    assert len(labels) == 0
-    big = torch.zeros(1 << 20)
-    gone = weakref.ref(big)
-    labels.set(big, 7)
-    del big
-    gc.collect()
-    assert gone() is None
-    labels.drop_dead()
-    assert len(labels) == 0
-
-
-def test_a_trace_keeps_no_hidden_states_alive() -> None:
-    kept: list[weakref.ref[Tensor]] = []
-
-    class Watched(nn.Module):
-        def forward(self, left: Tensor, right: Tensor) -> Tensor:
-            hidden = left * 2.0
-            kept.append(weakref.ref(hidden))
-            out = torch.nn.functional.scaled_dot_product_attention(left, right, right)
-            return out + hidden
-
-    trace = attrace.trace(Watched(), torch.randn(1, 2, 4, 8), torch.randn(1, 2, 3, 8))
-    gc.collect()
-    assert trace.ops
-    assert kept[0]() is None
-
-
-def test_only_models_that_may_have_streams_are_followed() -> None:
-    for family in tiny.FAMILIES:
-        model = tiny.model(family, "eager")
-        assert not has_streams(model), family
-        assert recorder_class(model, guarded=False) is Recorder
-        assert recorder_class(model, guarded=True) is GuardedRecorder
-    for family in tiny_streams.SETTINGS:
-        model = tiny_streams.model(family, "eager")
-        assert has_streams(model), family
-        assert issubclass(recorder_class(model, guarded=True), StreamRecorder)
-
-
-@pytest.mark.parametrize(("family", "backend"), tiny.CASES)
-def test_one_stream_is_found_as_one(family: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Followed all the same, every model with one stream gives one, and its graph is the chain of its layers."""
-    model, given = tiny.model(family, backend), tiny.inputs(pad=2)
-    expected = traced(model, given)
-    monkeypatch.setitem(torch_streams._FOLLOWED, model, True)
-    trace = traced(model, given)
-    assert trace.flow is not None
-    assert joined(trace) == joined(expected)
-    assert [(step.queries, step.keys, step.makes) for step in trace.flow.steps] == [
-        (i, i, i + 1) for i in range(len(trace.ops))
-    ]
-    assert torch.equal(trace.rollout(), expected.rollout())
-
-
-def test_one_stream_is_named_after_the_models_main_input() -> None:
-    trace = traced(tiny.model("bert"), tiny.inputs())
-    assert trace.streams == {"input_ids": 7}
-    assert joined(trace) == [("input_ids", "input_ids")] * 2
-    assert torch.equal(trace.rollout(target=("input_ids", 2)), trace.rollout(target=2))
-    with pytest.raises(InputError, match=r"the one stream of BertForSequenceClassification, 'input_ids'"):
-        trace.rollout(target=("pixel_values", 2))
-
-
 def test_a_stream_that_is_not_there() -> None:
     trace = traced(tiny_streams.model("t5"), tiny_streams.inputs("t5"))
     with pytest.raises(InputError, match=r"'input_ids' \(7 tokens\), 'decoder_input_ids' \(5 tokens\)\. Received: 'x'"):
@@ -450,9 +448,3 @@ def test_cross_attention_of_unknown_streams_is_refused() -> None:
     trace.ops[1].kind = "cross"
     with pytest.raises(CaptureError, match="Expected to know which streams"):
         trace.rollout(target=0)
-
-
-def test_stack_names() -> None:
-    assert stack_of("qformer.encoder.layer.0.attention.attention") == "qformer.encoder"
-    assert stack_of("h.3.attn") == "h"
-    assert stack_of("vision_model.head.attention") == "vision_model.head.attention"

@@ -109,6 +109,12 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
          "encoder_layers": 1, "decoder_layers": 2, "encoder_attention_heads": 4, "decoder_attention_heads": 4,
          "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "num_queries": 5},
     ),
+    "time-series": (
+        "TimeSeriesTransformerModel",
+        {"prediction_length": 5, "context_length": 7, "lags_sequence": [1, 2], "d_model": 32, "encoder_layers": 2,
+         "decoder_layers": 2, "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 64,
+         "decoder_ffn_dim": 64, "num_time_features": 1},
+    ),
     "perceiver": (
         "PerceiverModel",
         {"num_latents": 4, "d_latents": 32, "d_model": 16, "num_blocks": 1, "num_self_attends_per_block": 2,
@@ -116,7 +122,7 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }  # fmt: skip
 ENCODER_DECODERS = ("t5", "bart", "marian", "mbart", "pegasus", "whisper")
-EAGER_ONLY = ("lxmert", "vilt", "perceiver", "blip", "flava", "detr")
+EAGER_ONLY = ("lxmert", "vilt", "perceiver", "blip", "flava", "detr", "time-series")
 CASES = [(f, b) for f in SETTINGS for b in ("sdpa", "eager") if b == "eager" or f not in EAGER_ONLY]
 
 
@@ -136,6 +142,10 @@ def inputs(family: str, *, batch: int = 2) -> dict[str, Tensor]:
     """Seven source tokens (or 20 frames, or a 16 x 16 image), five decoder tokens."""
     drawn = torch.Generator().manual_seed(1)
     ids = torch.randint(5, 95, (batch, 7), generator=drawn)
+    if family in ("time-series", "perceiver"):
+        return (
+            _series(batch, drawn) if family == "time-series" else {"inputs": torch.randn(batch, 9, 16, generator=drawn)}
+        )
     if family in ENCODER_DECODERS:
         given = {"decoder_input_ids": torch.randint(5, 95, (batch, 5), generator=drawn)}
         if family == "whisper":
@@ -144,8 +154,6 @@ def inputs(family: str, *, batch: int = 2) -> dict[str, Tensor]:
     if family == "lxmert":
         regions = torch.randn(batch, 6, 8, generator=drawn)
         return {"input_ids": ids, "visual_feats": regions, "visual_pos": torch.rand(batch, 6, 4, generator=drawn)}
-    if family == "perceiver":
-        return {"inputs": torch.randn(batch, 9, 16, generator=drawn)}
     side = 32 if family == "detr" else 16
     pixels = torch.randn(batch, 3, side, side, generator=drawn)
     if family == "detr":
@@ -153,3 +161,14 @@ def inputs(family: str, *, batch: int = 2) -> dict[str, Tensor]:
     count = {"blip-2": 3, "llava": 16, "idefics2": 3}.get(family, 0)
     ids = torch.cat([ids[:, :2], torch.full((batch, count), IMAGE), ids[:, 2:]], dim=1)
     return {"input_ids": ids, "pixel_values": pixels[:, None] if family == "idefics2" else pixels}
+
+
+def _series(batch: int, drawn: torch.Generator) -> dict[str, Tensor]:
+    """Nine past values, two of them for the lags, and five to come."""
+    return {
+        "past_values": torch.randn(batch, 9, generator=drawn),
+        "past_observed_mask": torch.ones(batch, 9),
+        "past_time_features": torch.randn(batch, 9, 1, generator=drawn),
+        "future_values": torch.randn(batch, 5, generator=drawn),
+        "future_time_features": torch.randn(batch, 5, 1, generator=drawn),
+    }

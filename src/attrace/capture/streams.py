@@ -37,16 +37,21 @@ class Streams:
             assert isinstance(step, Attend)
             for at, length in zip((step.queries, step.keys), self.ops[number].shape[2:], strict=True):
                 found.setdefault(self.graph.states[at].stream, length)
-        for state in self.graph.states:  # parts of a joint stream
-            if state.made is None and state.length is not None:
-                found.setdefault(state.stream, state.length)
+        for at in self.graph.read_inputs():  # parts of a joint stream, and what was cut before it was read
+            state = self.graph.states[at]
+            found[state.stream] = state.length or 0
         return found
 
     def op_of(self, stream: str) -> RecordedOp:
         """A call that reads the stream, alone or as a part: for its batch, its device, its dtype."""
-        return next(
-            op for op in self.ops.values() if {stream} & {*op.queries.split("+"), *op.keys.split("+"), op.queries}
-        )
+        graph = self.graph
+        for number, op in self.ops.items():
+            step = graph.steps[number]
+            assert isinstance(step, Attend)
+            parts = graph.parts_of(step.queries) | graph.parts_of(step.keys)
+            if any(graph.states[at].stream == stream for at in parts):
+                return op
+        raise AssertionError(f"no call reads {stream}")
 
     def last(self, stream: str) -> int | None:
         """The last state that attention made of a stream."""
@@ -54,8 +59,7 @@ class Streams:
 
     def first(self, stream: str) -> int | None:
         """A stream's input."""
-        states = self.graph.states
-        return next((at for at, s in enumerate(states) if s.stream == stream and s.made is None and s.length), None)
+        return next((at for at in self.graph.read_inputs() if self.graph.states[at].stream == stream), None)
 
 
 def streams_of(trace: Trace) -> Streams:

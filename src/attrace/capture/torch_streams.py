@@ -31,7 +31,7 @@ NO_STREAM = (
     "position",
     "type_id",
     "segment",
-    "past",
+    "past_key",
     "cache",
     "bias",
     "labels",
@@ -76,6 +76,7 @@ class Labels:
     def __init__(self) -> None:
         self._labels: dict[int, int] = {}
         self._references: dict[int, int] = {}
+        self._forms: dict[int, tuple[int, tuple[int, ...], tuple[int, ...], int]] = {}
         self.get = self._labels.get
 
     def set(self, tensor: Tensor, label: int) -> None:
@@ -85,10 +86,37 @@ class Labels:
             reference: Any = storage._weak_ref()
             self._references[address] = reference
         self._labels[address] = label
+        self._forms[address] = tensor.numel(), tensor.shape, tensor.stride(), int(tensor.storage_offset())
+
+    def run_of(self, view: Tensor, length: int | None, axis: int | None) -> tuple[int, int, int] | None:
+        """(start, count, n) where a view of a labelled tensor has only some of its n tokens.
+
+        `length` is n and `axis` the view's axis of tokens, where they are known.
+        """
+        numel, shape, strides, offset = self._forms[storage_of(view)]
+        if view.numel() >= numel:
+            return None
+        if axis is not None:
+            stride, count = view.stride(axis), view.shape[axis]
+            total = max((size for size, step in zip(shape, strides, strict=True) if step == stride), default=0)
+            rows = [size for size, step in zip(view.shape, view.stride(), strict=True) if step > stride and size > 1]
+            if rows and not any(step > stride for step in strides):
+                return None  # items of the batch one after the other along the same axis
+        else:
+            found = token_axis(shape, length)
+            if found is None:
+                return None
+            stride, total = strides[found], shape[found]
+            sizes = [size for size, step in zip(view.shape, view.stride(), strict=True) if step == stride]
+            count = max(sizes, default=total)
+        if not 0 < count < total or length not in (None, total):
+            return None
+        return (view.storage_offset() - offset) // stride % total, count, total
 
     def forget(self, address: int) -> None:
         if address in self._labels:
             del self._labels[address]
+            del self._forms[address]
             self._free(self._references.pop(address))
 
     def drop_dead(self) -> None:
@@ -117,6 +145,8 @@ class StreamRecorder(Recorder):
         """Stream of learned tokens -> its newest state."""
         self._unasked: list[int] = []
         """Storages of learned tokens, parameters among them, that have a label for one call of the model."""
+        self._cuts: dict[tuple[int, int, int], int] = {}
+        """(state, start, count) -> the state of these tokens alone."""
         self._two_sided = bool(getattr(self._trace.config, "is_encoder_decoder", False))
 
     def enter_model(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
@@ -163,16 +193,37 @@ class StreamRecorder(Recorder):
             self._follow(func, how, args, out)
         return out
 
+    def _read(self, tensor: Tensor, axis: int | None = None) -> int | None:
+        """The label of a tensor: that of its storage, or of the tokens of it that the tensor has.
+
+        `axis` is that of the tokens, where it is known.
+        """
+        label = self._labels.get(storage_of(tensor))
+        if label is None or label < 0:
+            return label
+        state = self._graph.states[label]
+        if state.length is None and axis is None and not self._two_sided:
+            return label  # it may as well be cut into heads
+        found = self._labels.run_of(tensor, state.length, axis)
+        if found is None:
+            return label
+        start, count, total = found
+        at = self._cuts.get((label, start, count))
+        if at is None:
+            state.length = total
+            named = self._two_sided and not self._graph.is_attended(label)
+            at = self._cuts[label, start, count] = self._graph.cut(label, start, count, named=named)
+        return at
+
     # Attention
 
     def _join(self, ops: list[TorchAttention], ends: tuple[Tensor, Tensor, Tensor | None], out: Any) -> None:
         """Note which states new calls read, and label what they give."""
         query, value, key = ends
         for op in ops:
-            queries = self._labels.get(storage_of(query))
-            keys = self._labels.get(storage_of(value))
+            queries, keys = self._read(query, -2), self._read(value, -2)
             if keys is None and key is not None:
-                keys = self._labels.get(storage_of(key))
+                keys = self._read(key, -2)
             if queries is None or queries < 0:
                 queries = self._learned_state(stack_of(op.name), op.shape[2])
             if keys is None or keys < 0:
@@ -210,7 +261,7 @@ class StreamRecorder(Recorder):
     def _label_of(self, func: Any, args: tuple[Any, ...], out: Tensor) -> int | None:
         label, ids = None, None
         for tensor in tensors_of(args):
-            found = self._labels.get(storage_of(tensor))
+            found = self._read(tensor)
             if found is None:
                 continue
             if not (tensor.is_floating_point() or tensor.is_complex()):
@@ -220,7 +271,7 @@ class StreamRecorder(Recorder):
             elif found != label:
                 label = self._newer(label, found)
         if func in PRODUCTS:  # scores belong to their queries, whether these are labelled or not
-            left = self._labels.get(storage_of(args[-2]))
+            left = self._read(args[-2], -2)
             if left is not None:
                 return left
             return label if label is None or label < 0 else ~label
@@ -260,7 +311,7 @@ class StreamRecorder(Recorder):
     def _cat(self, args: tuple[Any, ...]) -> int | None:
         """The label of tensors laid side by side: a new state where they are different tokens."""
         parts = [t for t in args[0] if t.numel()]
-        labels = [self._labels.get(storage_of(t)) for t in parts]
+        labels = [self._read(t) for t in parts]
         known = [label for label in labels if label is not None and label >= 0]
         if not known:
             return next((label for label in labels if label is not None), None)
@@ -313,6 +364,14 @@ def how_of(func: Any) -> int:
     if func.is_view:
         return PASS
     return MUTATES if func._schema.is_mutable else FRESH
+
+
+def token_axis(shape: tuple[int, ...], length: int | None) -> int | None:
+    """Which axis of a tensor holds tokens, `length` of them where that is known."""
+    usual = {2: (0,), 3: (1, 0), 4: (2, 1)}.get(len(shape), ())
+    if length is None:
+        return 1 if len(shape) == 3 else None
+    return next((axis for axis in usual if shape[axis] == length), None)
 
 
 def tensors_of(values: Any) -> Iterator[Tensor]:

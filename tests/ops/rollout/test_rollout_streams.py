@@ -14,6 +14,7 @@ from attrace.errors import CaptureError
 from attrace.ops.rollout.streamed import Mixing
 from attrace.ops.rollout.streams import (
     Attend,
+    Cut,
     Gather,
     Run,
     StreamGraph,
@@ -44,11 +45,14 @@ def graphs(draw: st.DrawFn) -> tuple[StreamGraph, dict[int, Any]]:
     for number in range(draw(st.integers(1, 9))):
         one, other = (draw(st.integers(0, len(graph.states) - 1)) for _ in range(2))
         first, second = graph.states[one], graph.states[other]
-        kind = draw(st.sampled_from(["attend", "attend", "attend", "join", "average"]))
+        kind = draw(st.sampled_from(["attend", "attend", "attend", "join", "average", "cut"]))
         if kind == "join" and first.length + second.length <= 8:
             graph.join([one, other], [first.length, second.length])
         elif kind == "average" and first.stream == second.stream and first.length == second.length and one != other:
             graph.average(one, other)
+        elif kind == "cut" and first.length > 1:
+            start = draw(st.integers(0, first.length - 1))
+            graph.cut(one, start, draw(st.integers(1, first.length - start)), named=draw(st.booleans()))
         else:
             shape = (batch, heads, first.length, second.length)
             step, _ = graph.attend(one, other, shape, f"call {number}")
@@ -173,6 +177,15 @@ def test_positions_that_changed_are_refused_only_where_mass_gets_there() -> None
             ask()
 
 
+def test_all_parts_of_a_state_side_by_side_are_the_state() -> None:
+    graph = StreamGraph()
+    a = graph.start("a", 5)
+    left, right = graph.cut(a, 0, 2), graph.cut(a, 2, 3)
+    assert graph.join([left, right], [2, 3]) == a
+    assert graph.join([right, left], [3, 2]) != a
+    assert graph.join([left, left], [2, 2]) != a
+
+
 def test_descent_follows_the_residual_stream_alone() -> None:
     graph = StreamGraph()
     a, b = graph.start("a", 2), graph.start("b", 2)
@@ -194,6 +207,9 @@ def test_position_maps_are_their_dense_form() -> None:
     run = Run(2, 3, 6)
     np.testing.assert_allclose(run.matvec(x), run.dense() @ x)
     wide = np.random.default_rng(3).normal(size=(2, 6, 4))
+    cut = Cut(2, 3, 6)
+    np.testing.assert_allclose(cut.matvec(wide), cut.dense() @ wide)
+    np.testing.assert_allclose(cut.rmatvec(x), cut.dense().T @ x)
     np.testing.assert_allclose(run.rmatvec(wide), run.dense().T @ wide)
     for ask in (lambda: Unknown("why").matvec(x), lambda: Unknown("why").rmatvec(x), Unknown("why").dense):
         with pytest.raises(CaptureError, match="why"):

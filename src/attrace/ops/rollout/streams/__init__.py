@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from attrace.ops.rollout.streams.graph import (
     Attend,
+    Cut,
     Gather,
     Part,
     PositionMap,
@@ -17,6 +18,7 @@ from attrace.ops.rollout.streams.product import source_shares, target_shares
 
 __all__ = [
     "Attend",
+    "Cut",
     "Gather",
     "Part",
     "PositionMap",

@@ -67,10 +67,28 @@ class Run:
     def rmatvec(self, r: Array) -> Array:
         return r[:, self.start : self.start + self.count]
 
-    def dense(self) -> Array | None:
+    def dense(self) -> Array:
         import numpy as np
 
         return np.eye(self.total)[:, self.start : self.start + self.count]
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Positions `start` to `start + count` of `total` alone."""
+
+    start: int
+    count: int
+    total: int
+
+    def matvec(self, x: Array) -> Array:
+        return x[:, self.start : self.start + self.count]
+
+    def rmatvec(self, r: Array) -> Array:
+        return Run(self.start, self.count, self.total).matvec(r)
+
+    def dense(self) -> Array | None:
+        return Run(self.start, self.count, self.total).dense().T
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +140,7 @@ class State:
     stream: str
     length: int | None = None
     """None until an attention call reads it."""
+    batch: int | None = None
     made: Attend | Gather | None = None
     """None: the stream's input."""
 
@@ -140,12 +159,14 @@ class StreamGraph:
 
     def attend(self, queries: int, keys: int, shape: Sequence[int], name: str) -> tuple[int, int]:
         """Note an attention call of shape (B, H, Q, T) -> the number of its step, and the state that it makes."""
-        queries, keys = self._read(queries, shape[2], name), self._read(keys, shape[3], name)
-        made = self._make(State(self.states[queries].stream, shape[2]), lambda at: Attend(queries, keys, at))
+        queries, keys = (self._read(at, shape[0], n, name) for at, n in ((queries, shape[2]), (keys, shape[3])))
+        made = self._make(State(self.states[queries].stream, shape[2], shape[0]), lambda at: Attend(queries, keys, at))
         return len(self.steps) - 1, made
 
     def join(self, states: Sequence[int], sizes: Sequence[int]) -> int:
         """States laid side by side as one sequence."""
+        if (whole := self._whole_of(states)) is not None:
+            return whole
         total, parts, start = sum(sizes), [], 0
         for state, size in zip(states, sizes, strict=True):
             if self.states[state].length is None:
@@ -153,7 +174,17 @@ class StreamGraph:
             parts.append(Part(state, Run(start, size, total)))
             start += size
         names = dict.fromkeys(name for state in states for name in self.states[state].stream.split("+"))
-        return self._make(State("+".join(names), total), lambda at: Gather(tuple(parts), at))
+        return self._make(
+            State("+".join(names), total, self.states[states[0]].batch), lambda at: Gather(tuple(parts), at)
+        )
+
+    def cut(self, state: int, start: int, count: int, *, named: bool = False) -> int:
+        """A run of a state's positions; `named`: as a stream of its own, where one input is given to two stacks."""
+        found = self.states[state]
+        assert found.length is not None
+        moves = Cut(start, count, found.length)
+        name = f"{found.stream}[{start}:{start + count}]" if named else found.stream
+        return self._make(State(name, count, found.batch), lambda at: Gather((Part(state, moves),), at))
 
     def average(self, one: int, other: int) -> int:
         """Two states of one stream added to each other: calls that ran side by side on the same input."""
@@ -167,7 +198,7 @@ class StreamGraph:
                     "merging, which is not supported yet."
                 )
                 parts = tuple(Part(part.state, Unknown(reason), 0.5) for part in parts)
-        return self._make(State(self.states[one].stream, length), lambda at: Gather(parts, at))
+        return self._make(State(self.states[one].stream, length, self.states[one].batch), lambda at: Gather(parts, at))
 
     def descends(self, state: int, from_: int) -> bool:
         """Whether a state holds another one further: its residual stream leads back to it."""
@@ -185,6 +216,30 @@ class StreamGraph:
         stream = self.states[state].stream
         return any(isinstance(newer.made, Attend) and newer.stream == stream for newer in self.states[state + 1 :])
 
+    def is_attended(self, state: int) -> bool:
+        """Whether attention took part in making a state."""
+        made = self.states[state].made
+        return isinstance(made, Attend) or (
+            isinstance(made, Gather) and any(self.is_attended(part.state) for part in made.parts)
+        )
+
+    def parts_of(self, state: int) -> set[int]:
+        """A state, and those that it is put together of without attention."""
+        found, todo = set[int](), [state]
+        while todo:
+            at = todo.pop()
+            made = self.states[at].made
+            if at not in found and isinstance(made, Gather):
+                todo += [part.state for part in made.parts]
+            found.add(at)
+        return found
+
+    def read_inputs(self) -> list[int]:
+        """Inputs that some attention call reads, straight or as parts of something."""
+        steps = [step for step in self.steps if isinstance(step, Attend)]
+        seen = {at for step in steps for read in {step.queries, step.keys} for at in self.parts_of(read)}
+        return sorted(at for at in seen if self.states[at].made is None)
+
     def latest(self, stream: str) -> int | None:
         """The newest state of a stream."""
         found = (at for at in range(len(self.states) - 1, -1, -1) if self.states[at].stream == stream)
@@ -194,35 +249,46 @@ class StreamGraph:
         """The newest state that attention made of a stream; None where it made none."""
         for at in range(len(self.states) - 1, -1, -1):
             made = self.states[at].made if self.states[at].stream == stream else None
-            added = isinstance(made, Gather) and len(made.parts) == 2 and _all_stay(made.parts)
-            if isinstance(made, Attend) or added:  # calls side by side that were added up are the newest together
+            whole = isinstance(made, Gather) and all(isinstance(part.moves, Stay | Run) for part in made.parts)
+            if isinstance(made, Attend) or whole:  # calls side by side, put together, are the newest
                 return at
         return None
 
-    def _read(self, state: int, length: int, name: str) -> int:
-        """The state as it is read at `length` positions."""
+    def _whole_of(self, states: Sequence[int]) -> int | None:
+        """The state that these are all consecutive parts of."""
+        parents, stop = set(), 0
+        for state in states:
+            made = self.states[state].made
+            cut = made.parts[0].moves if isinstance(made, Gather) else None
+            if not isinstance(made, Gather) or not isinstance(cut, Cut) or cut.start != stop:
+                return None
+            parents.add(made.parts[0].state)
+            stop = cut.start + cut.count
+        parent = parents.pop()
+        return parent if not parents and stop == self.states[parent].length else None
+
+    def _read(self, state: int, batch: int, length: int, name: str) -> int:
+        """The state as it is read, at `length` positions of each of `batch` items."""
         found = self.states[state]
-        if found.length is None:
-            found.length = length
-        if found.length == length:
+        found.length = length if found.length is None else found.length
+        found.batch = batch if found.batch is None else found.batch
+        if (found.batch, found.length) == (batch, length):
             return state
+        what = f"{length}; they were pooled, merged or cut on the way"
+        if found.length == length or found.batch != batch:
+            what = f"{batch} x {length} for {found.batch} inputs; the batch was split or windows were made of it"
         reason = (
-            f"Expected the {found.length} tokens of the stream {found.stream} in {name}. Received: {length}; they were "
-            "pooled, merged or cut on the way, which is not supported yet. Ask for a target below it; the maps of "
-            "each op are in trace.ops."
+            f"Expected the {found.length} tokens of the stream {found.stream} in {name}. Received: {what}, which is "
+            "not supported yet. Ask for a target below it; the maps of each op are in trace.ops."
         )
         parts = (Part(state, Unknown(reason)),)
-        return self._make(State(found.stream, length), lambda at: Gather(parts, at))
+        return self._make(State(found.stream, length, batch), lambda at: Gather(parts, at))
 
     def _make(self, state: State, step_of: Callable[[int], Attend | Gather]) -> int:
         self.states.append(state)
         state.made = made = step_of(len(self.states) - 1)
         self.steps.append(made)
         return len(self.states) - 1
-
-
-def _all_stay(parts: Sequence[Part]) -> bool:
-    return all(isinstance(part.moves, Stay) for part in parts)
 
 
 def in_order(ops: Iterable[Any]) -> tuple[StreamGraph, list[int]]:

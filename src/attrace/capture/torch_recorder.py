@@ -414,7 +414,7 @@ def record(model: nn.Module, *, values: bool = False) -> Iterator[Trace]:
         blocks = BlockInputs(model)
         trace.values, trace.family = True, blocks.family_of("")
     modules = modules_of(model)
-    kind = recorder_class(model, modules, guarded=has_compiled_parts(modules.values()))
+    kind = recorder_class(model, guarded=has_compiled_parts(modules.values()))
     recorder = kind(trace, modules, blocks=blocks)
     with ExitStack() as undo:
         for handle in blocks.watch() if blocks else ():

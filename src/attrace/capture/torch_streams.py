@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from attrace.capture.torch_ops import TorchAttention
-from attrace.capture.torch_recorder import PARTS, GuardedRecorder, Recorder, named_arguments, storage_of
+from attrace.capture.torch_recorder import PARTS, GuardedRecorder, Recorder, modules_of, named_arguments, storage_of
 from attrace.ops.rollout.streams import StreamGraph
 
 aten = torch.ops.aten
@@ -44,7 +44,7 @@ NO_STREAM = (
 TOKEN_INPUTS = {"input_ids", "pixel_values", "input_features", "input_values", "visual_feats", "visual_embeds"}
 CROSSING = re.compile("cross|encoder_attn|encdec|multihead_attn", re.IGNORECASE)
 """Names of modules that read a second stream."""
-LEARNED = re.compile(r"(^|\.)(latents?|probe|query_tokens?|queries|query_embeds?)$")
+LEARNED = re.compile(r"^(latents?|probe|query_tokens?|queries|query_embeds?)$")
 """Names of parameters that are tokens by themselves."""
 PRODUCTS = {aten.bmm.default, aten.baddbmm.default}
 CATS = {aten.cat.default}
@@ -434,16 +434,14 @@ def _has_streams(model: nn.Module) -> bool:
     if getattr(config, "is_encoder_decoder", False) or getattr(config, "sub_configs", None):
         return True
     stacks = set()
-    for name, module in model.named_modules():
+    for name, module in modules_of(model).items():
         parts = name.split(".")
         first = next((i for i, part in enumerate(parts) if part.isdigit()), None)
         if first is not None and first == len(parts) - 1 and next(module.children(), None) is not None:
             stacks.add(tuple(parts[:first]))
-        if CROSSING.search(parts[-1]):
+        if CROSSING.search(parts[-1]) or any(LEARNED.search(own) for own in module._parameters):
             return True
-    if len(stacks) > 1 or any(LEARNED.search(name) for name, _ in model.named_parameters()):
-        return True
-    return _inputs(model) > 1
+    return len(stacks) > 1 or _inputs(model) > 1
 
 
 def _inputs(model: nn.Module) -> int:

@@ -11,9 +11,11 @@ import tiny_streams
 import torch
 from tiny import traced
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
 import attrace
 from attrace.capture import torch_streams
+from attrace.capture.torch_ops import QueryKeyAttention
 from attrace.capture.torch_recorder import GuardedRecorder, Recorder, storage_of
 from attrace.capture.torch_streams import Labels, StreamRecorder, has_streams, recorder_class, stack_of
 from attrace.errors import InputError
@@ -122,3 +124,23 @@ def test_stack_names() -> None:
     assert stack_of("qformer.encoder.layer.0.attention.attention") == "qformer.encoder"
     assert stack_of("h.3.attn") == "h"
     assert stack_of("vision_model.head.attention") == "vision_model.head.attention"
+
+
+def test_a_call_that_no_operator_showed_is_told() -> None:
+    """A backend that is seen at another seam tells the recorder what it read and gave."""
+
+    class Told(nn.Module):
+        def forward(self, left: Tensor, right: Tensor) -> Tensor:
+            with _disable_current_modes():  # what runs out of sight leaves no label
+                hidden = torch.zeros_like(left)
+            op = QueryKeyAttention(name="told", layer=0, shape=(1, 2, 4, 3), kind="self", query=left, key=right)
+            recorder._trace.ops.append(op)
+            recorder.joined([op], left, right, right, hidden)
+            return left + hidden
+
+    model = Told()
+    with attrace.record(model) as trace:
+        (recorder,) = (m for m in _get_current_dispatch_mode_stack() if isinstance(m, StreamRecorder))
+        model(torch.randn(1, 2, 4, 8), torch.randn(1, 2, 3, 8))
+    assert [(op.queries, op.keys, op.kind) for op in trace.ops] == [("left", "right", "cross")]
+    assert trace.rollout(target=0)["right"].shape == (1, 3)

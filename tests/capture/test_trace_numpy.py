@@ -24,8 +24,6 @@ class Dense:
     map: NDArray[np.float32]
     vectors: ClassVar[str] = "numpy"
     kind: ClassVar[str] = "self"
-    queries: ClassVar[str] = "tokens"
-    keys: ClassVar[str] = "tokens"
     causal: ClassVar[bool] = False
     block: ClassVar[None] = None
     device: ClassVar[str] = "cpu"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from attrace.errors import CaptureError, InputError
 from attrace.ops.rollout.streamed import Mixing
-from attrace.ops.rollout.streams import Attend, StreamGraph, in_order, source_shares, target_shares
+from attrace.ops.rollout.streams import Attend, StreamGraph, in_order, joined_by, source_shares, target_shares
 from attrace.types import Array
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ def rollout_over_streams(
 def check_names(trace: Trace) -> None:
     """CaptureError where a call is known to read another stream, and not which."""
     for op in trace.ops:
-        if op.kind == "cross" and op.queries == op.keys and op.shape[2] == op.shape[3]:
+        if op.kind == "cross" and len(set(joined_by(op))) == 1 and op.shape[2] == op.shape[3]:
             raise CaptureError(
                 f"Expected to know which streams {op.name} of {trace.model} joins. Received: cross attention over "
                 f"{op.shape[2]} queries and as many keys of unknown streams. The maps of each op are in trace.ops."

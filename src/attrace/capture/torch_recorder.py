@@ -293,6 +293,9 @@ class Recorder(TorchDispatchMode):
         op.queries = op.keys = self._trace.main
         self._trace.ops.append(op)
 
+    def joined(self, ops: list[TorchAttention], query: Tensor, key: Tensor, value: Tensor, output: Any) -> None:
+        """Be told of recorded calls that no operator showed; a recorder of streams notes what they join."""
+
 
 class GuardedRecorder(Recorder):
     """For a model with compiled parts: nothing of the recorder itself is compiled with them."""

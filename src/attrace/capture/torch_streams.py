@@ -187,8 +187,7 @@ class StreamRecorder(Recorder):
             ends = (left, right, None) if storage_of(left) in self._pending else (right, left, None)
         out = super().__torch_dispatch__(func, types, args, kwargs)
         if len(self._trace.ops) > count and (new := [op for op in self._trace.ops[count:] if op.step is None]):
-            first = next(tensors_of(args))
-            self._join(new, ends or (first, first, None), out)
+            self._join(new, ends or ends_among(args), out)
         else:
             self._follow(func, how, args, out)
         return out
@@ -216,6 +215,9 @@ class StreamRecorder(Recorder):
         return at
 
     # Attention
+
+    def joined(self, ops: list[TorchAttention], query: Tensor, key: Tensor, value: Tensor, output: Any) -> None:
+        self._join([op for op in ops if op.step is None], (query, value, key), output)
 
     def _join(self, ops: list[TorchAttention], ends: tuple[Tensor, Tensor, Tensor | None], out: Any) -> None:
         """Note which states new calls read, and label what they give."""
@@ -364,6 +366,14 @@ def how_of(func: Any) -> int:
     if func.is_view:
         return PASS
     return MUTATES if func._schema.is_mutable else FRESH
+
+
+def ends_among(args: tuple[Any, ...]) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(query, value, key) of a call whose operator is not known: its first three tensors, or one for all."""
+    found = list(tensors_of(args))
+    if len(found) > 2 and min(tensor.ndim for tensor in found[:3]) > 2:
+        return found[0], found[2], found[1]
+    return found[0], found[0], None
 
 
 def token_axis(shape: tuple[int, ...], length: int | None) -> int | None:

@@ -17,7 +17,7 @@ from attrace.ops.rollout.checks import (
     check_tolerance,
 )
 from attrace.ops.rollout.streamed import Mixing, Scaling, source_columns, target_rows
-from attrace.ops.rollout.streams import StreamGraph
+from attrace.ops.rollout.streams import StreamGraph, joined_by
 from attrace.types import Array, AttentionOp, Heads
 
 Question = int | Sequence[int] | tuple[str, int | Sequence[int]]
@@ -246,19 +246,20 @@ class Trace:
 
     def _is_chain(self) -> bool:
         """Whether all calls mix one stream with itself, at the same positions."""
-        first = self.ops[0]
-        return all(
-            op.kind == "self" and op.queries == op.keys == first.queries and "+" not in op.keys
-            and (op.shape[0], op.shape[2], op.shape[3]) == (first.shape[0], first.shape[2], first.shape[2])
-            for op in self.ops
-        )  # fmt: skip
+        names = {name for op in self.ops for name in joined_by(op)}
+        batch, _, n, _ = self.ops[0].shape
+        return (
+            len(names) == 1
+            and "+" not in next(iter(names))
+            and all(op.kind == "self" and (op.shape[0], *op.shape[2:]) == (batch, n, n) for op in self.ops)
+        )
 
     def _of_only_stream(self, question: Any) -> Any:
         """A question without the name of the model's one stream."""
         if isinstance(question, tuple) and len(question) == 2 and isinstance(question[0], str):
-            if question[0] != self.ops[0].queries:
+            if question[0] != (only := joined_by(self.ops[0])[0]):
                 raise InputError(
-                    f"Expected the one stream of {self.model}, {self.ops[0].queries!r}. Received: {question[0]!r}. "
+                    f"Expected the one stream of {self.model}, {only!r}. Received: {question[0]!r}. "
                     "Give the position alone."
                 )
             return question[1]

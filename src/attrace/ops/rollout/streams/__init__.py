@@ -13,6 +13,7 @@ from attrace.ops.rollout.streams.graph import (
     StreamGraph,
     Unknown,
     in_order,
+    joined_by,
 )
 from attrace.ops.rollout.streams.product import source_shares, target_shares
 
@@ -27,6 +28,7 @@ __all__ = [
     "StreamGraph",
     "Unknown",
     "in_order",
+    "joined_by",
     "source_shares",
     "target_shares",
 ]

@@ -291,6 +291,11 @@ class StreamGraph:
         return len(self.states) - 1
 
 
+def joined_by(op: Any) -> tuple[str, str]:
+    """The streams of a call's queries and keys; one and the same where its seam tells none."""
+    return getattr(op, "queries", "tokens"), getattr(op, "keys", "tokens")
+
+
 def in_order(ops: Iterable[Any]) -> tuple[StreamGraph, list[int]]:
     """The graph of calls of which only the streams are known, and the step of each: every call reads the newest states.
 
@@ -299,7 +304,7 @@ def in_order(ops: Iterable[Any]) -> tuple[StreamGraph, list[int]]:
     graph, steps = StreamGraph(), []
     for op in ops:
         read = []
-        for stream in (op.queries, op.keys):
+        for stream in joined_by(op):
             at = graph.latest(stream)
             read.append(graph.start(stream) if at is None else at)
         step, _ = graph.attend(read[0], read[1], op.shape, op.name)

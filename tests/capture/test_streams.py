@@ -5,6 +5,7 @@ The expected rollouts are written out here per model, in dense NumPy over the li
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from typing import Any
 
@@ -448,3 +449,16 @@ def test_cross_attention_of_unknown_streams_is_refused() -> None:
     trace.ops[1].kind = "cross"
     with pytest.raises(CaptureError, match="Expected to know which streams"):
         trace.rollout(target=0)
+
+
+def test_an_encoder_that_ran_before_the_model_is_its_first_stream() -> None:
+    """As `generate` does: the encoder by itself, then the model with what it gave."""
+    model, given = tiny_streams.model("bart"), tiny_streams.inputs("bart")
+    whole = traced(model, given)
+    encoder = traced(model.model.encoder, {name: given[name] for name in ("input_ids", "attention_mask")})
+    with torch.no_grad(), attrace.record(model) as trace:
+        trace.ops += [dataclasses.replace(op, step=None) for op in encoder.ops]
+        model(encoder_outputs=encoder.output, decoder_input_ids=given["decoder_input_ids"])
+    assert joined(trace) == encoder_decoder_streams("bart")
+    row, expected = trace.rollout(target=-1), whole.rollout(target=-1)
+    assert all(torch.equal(row[name], block) for name, block in expected.items())

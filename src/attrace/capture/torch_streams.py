@@ -158,13 +158,24 @@ class StreamRecorder(Recorder):
                 self._labels.forget(address)
             self._unasked.clear()
             given, seen = named_arguments(model, args, kwargs), set[int]()
+            encoded = self._adopted()
             mask = given.get("decoder_attention_mask")
             self._trace.masks = {"decoder_input_ids": mask != 0} if isinstance(mask, Tensor) and mask.ndim == 2 else {}
             for name, tensor in streams_given(given, two_sided=self._two_sided):
                 label, address = self._labels.get(storage_of(tensor)), storage_of(tensor)
                 if label is None or (address not in seen and self._graph.states[label].made is None):
-                    self._labels.set(tensor, self._graph.start(name))
+                    begun = encoded if name == "encoder_outputs" else None
+                    self._labels.set(tensor, self._graph.start(name) if begun is None else begun)
                 seen.add(address)  # what an earlier call computed goes on; what it was given begins anew
+
+    def _adopted(self) -> int | None:
+        """What an encoder gave that ran by itself before the model, as for generation; its calls follow each other."""
+        outside = [op for op in self._trace.ops if op.step is None]
+        for op in outside:
+            state = self._graph.latest(op.queries)
+            state = self._graph.start(op.queries) if state is None else state
+            op.step, _ = self._graph.attend(state, state, op.shape, op.name)
+        return self._graph.newest(outside[-1].queries) if outside else None
 
     def leave_model(self, _model: nn.Module, _args: Any, output: Any) -> None:
         super().leave_model(_model, _args, output)

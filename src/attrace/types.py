@@ -36,6 +36,16 @@ class AttentionOp(Protocol):
     def kind(self) -> Literal["self", "cross"]: ...
 
     @property
+    def queries(self) -> str:
+        """The token stream of the queries, by name: "decoder_input_ids"."""
+        ...
+
+    @property
+    def keys(self) -> str:
+        """The token stream of keys and values; that of the queries in self-attention."""
+        ...
+
+    @property
     def heads(self) -> int: ...
 
     @property

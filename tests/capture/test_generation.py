@@ -117,6 +117,15 @@ def test_encoder_and_decoder(name: str, backend: str, decoding: str, cache: str)
     n, source = output.sequences.shape[1] - 1, 7 if name != "whisper" else 10
     kinds = [(op.kind, op.shape[2:]) for op in whole.ops]
     assert kinds == [("self", (source, source))] * 2 + [("self", (n, n)), ("cross", (n, source))] * 2
+    assert whole.streams == expected.streams
+    for question in ({"target": -1}, {"target": [1, 3]}, {"source": 2}, {"target": (next(iter(expected.streams)), 3)}):
+        ours, theirs = whole.rollout(**question), expected.rollout(**question)
+        assert ours.keys() == theirs.keys()
+        for stream, found in ours.items():
+            torch.testing.assert_close(found, theirs[stream], atol=1e-5, rtol=0)
+    shares = whole.rollout(target=-1)
+    assert len(shares) == 2
+    torch.testing.assert_close(sum(part.sum(-1) for part in shares.values()), torch.ones(len(output.sequences)))
 
 
 def test_an_encoder_alone_is_recorded_and_other_models_are_not() -> None:

@@ -9,7 +9,7 @@ import pytest
 import tiny
 import torch
 import transformers
-from generations import CACHES, DECODING, SETTINGS, check_rows, decoder, full_pass, generated
+from generations import CACHES, DECODING, SETTINGS, check_rows, decoder, encoder_decoder, full_pass, generated
 from tiny import traced
 from torch import Tensor, nn
 
@@ -281,18 +281,21 @@ def test_the_token_is_explained_without_another_pass() -> None:
         assert (row[:, : position + 1] > 0).all()
 
 
-def test_a_compiled_generation_gives_the_same_ids() -> None:
-    model = decoder("llama")
-    assert isinstance(model, nn.Module)
+@pytest.mark.parametrize("name", ["llama", "t5"])
+def test_a_compiled_generation_gives_the_same_ids(name: str) -> None:
+    model, given = (decoder("llama"), tiny.inputs()) if name == "llama" else encoder_decoder("t5", "sdpa")
     compiled = transformers.CompileConfig(backend="aot_eager", fullgraph=False)
     compiled._compile_all_devices = True
     settings = {**SETTINGS, "do_sample": False, "cache_implementation": "static", "compile_config": compiled}
-    plain = model.generate(**tiny.inputs(), **settings)
+    plain = model.generate(**given, **settings)
     for _ in range(2):  # the second time the model has its compiled call already
         with attrace.record(model) as trace:
-            output = model.generate(**tiny.inputs(), **settings)
+            output = model.generate(**given, **settings)
         assert torch.equal(output.sequences, plain.sequences)
-        check_rows(trace.assembled(output), full_pass(model, output.sequences))
+        ids = output.sequences[:, :-1]
+        with torch.no_grad():
+            full = {"input_ids": ids} if name == "llama" else {**given, "decoder_input_ids": ids}
+            check_rows(trace.assembled(output), attrace.trace(model, **full, use_cache=False))
 
 
 def test_contributions_of_a_generation_are_refused() -> None:

@@ -204,8 +204,9 @@ class Plan:
         keys = self.length if first.kind == "self" else first.shape[3]
         shape = (len(self.missing), first.heads, self.length, keys)
         return AssembledAttention(
-            name=name, layer=first.layer, shape=shape, kind=first.kind, steps=parts, missing=self.missing
-        )
+            name=name, layer=first.layer, shape=shape, kind=first.kind, queries=first.queries, keys=first.keys,
+            steps=parts, missing=self.missing,
+        )  # fmt: skip
 
     def repeated(self, op: TorchAttention, items: Tensor | None) -> TorchAttention:
         """An operator that is not one of tokens given in turn, for each sequence that came of it."""
@@ -216,7 +217,10 @@ class Plan:
         step = Step(op, 0, length, 0, 0, keys, chosen // (self.batch // op.shape[0]))
         missing = torch.zeros(count, length, dtype=torch.bool, device=op.device)
         shape = (count, heads, length, keys)
-        return Repeated(name=op.name, layer=op.layer, shape=shape, kind=op.kind, steps=[step], missing=missing)
+        return Repeated(
+            name=op.name, layer=op.layer, shape=shape, kind=op.kind, queries=op.queries, keys=op.keys, steps=[step],
+            missing=missing,
+        )  # fmt: skip
 
 
 def assembled(trace: Trace, output: Any = None) -> Trace:
@@ -227,9 +231,24 @@ def assembled(trace: Trace, output: Any = None) -> Trace:
     plan = _plan(trace, given)
     whole = [plan.repeated(op, plan.items[0]) for op in trace.ops[: trace.starts[0]]]
     whole += [plan.layer(name, steps) for (name, _), steps in _by_layer(trace).items()]
-    ops = [replace(op, layer=layer) for layer, op in enumerate(whole)]
-    valid = _valid(trace, plan)
-    return replace(trace, ops=ops, starts=[0], calls=trace.calls[-1:], valid=valid, generated=True)
+    ops = []
+    for layer, op in enumerate(whole):
+        queries, keys = _streams(trace, op)
+        ops.append(replace(op, layer=layer, step=None, queries=queries, keys=keys))
+    return replace(
+        trace, ops=ops, starts=[0], calls=trace.calls[-1:], valid=_valid(trace, plan), flow=None, generated=True
+    )
+
+
+def _streams(trace: Trace, op: TorchAttention) -> tuple[str, str]:
+    """The streams that an operator joins, by name.
+
+    A cache hands its keys on, which is not followed: what a decoder reads besides itself is its encoder's stream.
+    """
+    if not getattr(trace.config, "is_encoder_decoder", False):
+        return op.queries, op.keys
+    own = "decoder_input_ids" if isinstance(op, AssembledAttention) and not isinstance(op, Repeated) else trace.main
+    return own, own if op.kind == "self" else trace.main
 
 
 def _plan(trace: Trace, given: Sequences | None) -> Plan:

@@ -301,6 +301,7 @@ class RegistryObserver:
             unread.append(f"{caller.name} (attention implementation {call.name!r}: {reason})")
             return
         recorder._record(op)
+        recorder.joined([op], call.query, call.key, call.value, output)
         recorder._keys.share(ops, at)
 
     def _compare(self, op: RegisteredAttention, call: RegisteredCall, output: Any) -> None:

@@ -47,6 +47,12 @@ class TorchAttention:
     """(B, K, T, Dv), kept only where the recorder was asked for it."""
     block: Block | None = field(default=None, repr=False)
     """The block around the call, kept with the values where the model's family is known."""
+    queries: str = "tokens"
+    """The token stream of the queries, by name."""
+    keys: str = "tokens"
+    """The token stream of keys and values."""
+    step: int | None = None
+    """The call's step in the trace's stream graph, where the model has one."""
 
     @property
     def heads(self) -> int:

@@ -329,7 +329,11 @@ class Recorder(TorchDispatchMode):
     def _record(self, op: TorchAttention) -> None:
         if self._blocks is not None:
             op.block = self._blocks.block_of(op.name, op.value)
+        op.queries = op.keys = self._trace.main
         self._trace.ops.append(op)
+
+    def joined(self, ops: list[TorchAttention], query: Tensor, key: Tensor, value: Tensor, output: Any) -> None:
+        """Be told of recorded calls that no operator showed; a recorder of streams notes what they join."""
 
 
 class GuardedRecorder(Recorder):
@@ -447,13 +451,15 @@ def record(model: nn.Module, *, values: bool = False) -> Iterator[Trace]:
     """
     if not isinstance(model, nn.Module):
         raise CaptureError(f"Expected a torch.nn.Module. Received: {type(model).__name__}.")
-    trace = Trace(type(model).__name__, config=getattr(model, "config", None))
+    from attrace.capture.torch_streams import default_stream, recorder_class
+
+    trace = Trace(type(model).__name__, config=getattr(model, "config", None), main=default_stream(model))
     blocks = None
     if values:
         blocks = BlockInputs(model)
         trace.values, trace.family = True, blocks.family_of("")
     modules = modules_of(model)
-    kind = GuardedRecorder if has_compiled_parts(modules.values()) else Recorder
+    kind = recorder_class(model, guarded=has_compiled_parts(modules.values()))
     recorder = kind(trace, modules, blocks=blocks)
     with ExitStack() as undo:
         for handle in blocks.watch() if blocks else ():

@@ -17,8 +17,11 @@ from attrace.ops.rollout.checks import (
     check_tolerance,
 )
 from attrace.ops.rollout.streamed import Mixing, Scaling, source_columns, target_rows
+from attrace.ops.rollout.streams import StreamGraph, joined_by
 from attrace.types import Array, AttentionOp, Heads
 
+Question = int | Sequence[int] | tuple[str, int | Sequence[int]]
+"""Token positions, of one stream where its name comes first."""
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 
 
@@ -69,9 +72,15 @@ class Trace:
     """For each call of a PyTorch model, where its tokens stand in the sequence (`attrace.capture.steps.Call`)."""
     valid: Array | None = field(default=None, repr=False)
     """(B, n), True at real tokens, where the call had an attention mask of that shape."""
+    masks: dict[str, Array] = field(default_factory=dict, repr=False)
+    """The same for streams besides the main one."""
 
     generated: bool = False
     """Assembled from the calls of one generation: the last token has no row."""
+    main: str = "tokens"
+    """The name of the main stream of tokens."""
+    flow: StreamGraph | None = field(default=None, repr=False)
+    """Which states of which streams the calls read and make, where the model may have several streams."""
     values: bool = False
     """Recorded with values, and with the attention blocks where the family is known."""
     family: str = ""
@@ -112,22 +121,29 @@ class Trace:
     def rollout(
         self,
         *,
-        target: int | Sequence[int] | Array | None = None,
-        source: int | Sequence[int] | None = None,
-        segments: Sequence[tuple[int, int]] | None = None,
+        target: Question | Array | None = None,
+        source: Question | None = None,
+        segments: Sequence[tuple[int, int]] | tuple[str, Sequence[tuple[int, int]]] | None = None,
         residual: float = 0.5,
         heads: Heads = "mean",
         discard: float = 0.0,
         layers: Sequence[int] | None = None,
         normalize: bool | None = None,
         tolerance: float = 0.0,
-    ) -> Array:
+    ) -> Array | dict[str, Array]:
         """Rollout of the recorded layers, streamed over blocks of rows (Abnar and Zuidema 2020, sec. 4).
 
         One question at a time: `target` is a token position -> its row (B, n), several positions -> (B, k, n), or
         a row to start from, (n,) or (B, n), as a float array -> (B, n).  `source` is a position -> its column
         (B, n), or several -> (B, k, n).  `segments` are (start, stop) token ranges -> (B, n, M), the share of
         each in every position.  None of them: the whole map (B, n, n).
+
+        Where attention joins several streams of tokens (an encoder and a decoder, images and text) the answer is
+        {stream: array}: of a target, where in each stream its mass ends; of a source, which positions of each
+        stream's last state hold some of it.  Name the stream in the question, target=("decoder_input_ids", 3);
+        otherwise it is that of the last call's queries for a target, of the first call's keys for a source.  A
+        cross-attention call keeps the share `residual` with its queries' stream and takes the rest from its keys'.
+        Over all streams a target's shares sum to one, less what sinks took.
 
         `normalize` divides each row of a layer by its own sum.  By default rows keep the sums that the model gave
         them, so that those which its own sinks left short stay short; where the fusion of heads or `discard` changed
@@ -142,7 +158,7 @@ class Trace:
                 target=target, source=source, segments=segments, residual=residual, heads=heads, discard=discard,
                 layers=layers, normalize=normalize, tolerance=tolerance,
             )  # fmt: skip
-        ops = self._chain(layers)
+        ops = self._chosen(layers)
         residual, discard, tolerance = (
             check_residual(residual),
             check_discard(discard),
@@ -156,25 +172,34 @@ class Trace:
         scaling: Scaling = "own" if changed else "none"
         if normalize is not None:
             scaling = "one" if normalize else "none"
-        mixing = Mixing(heads, residual, scaling, discard, self.valid)
-        start, ask, single = self._question(ops[-1], target, source, segments)
+        mixing = Mixing(heads, residual, scaling, discard, self.valid, self.valid)
+        if not self._is_chain():
+            from attrace.capture.streams import rollout_over_streams
+
+            mixing = replace(mixing, valid=None, valid_keys=None)
+            answers, ask, single = rollout_over_streams(
+                self, ops, mixing, self._question, target=target, source=source, segments=segments, tolerance=tolerance
+            )
+            found = {name: _finished(answer, ops[-1], ask, single) for name, answer in answers.items()}
+            return next(iter(found.values())) if len(self.streams) == 1 else found
+        start, ask, single = self._question(
+            ops[-1], ops[-1].shape[2], *(self._of_only_stream(asked) for asked in (target, source, segments))
+        )
         if ask == "target":
             answer = target_rows(ops, start, mixing, tolerance=tolerance)
         else:
             answer = source_columns(ops, start, mixing)
-        answer = framework(ops[-1].vectors).xp.astype(answer, ops[-1].dtype, copy=False)
-        if single:
-            return answer[..., 0]
-        return answer.swapaxes(1, 2) if ask in ("target", "source") else answer
+        return _finished(answer, ops[-1], ask, single)
 
     def _question(
-        self, op: RecordedOp, target: Any, source: Any, segments: Any
+        self, op: RecordedOp, n: int, target: Any, source: Any, segments: Any
     ) -> tuple[Array, Literal["target", "source", "segments", "map"], bool]:
         """The vectors to start from, (B, n, M), which question they ask, and whether M is to be dropped.
 
-        What is carried from layer to layer is float64 where the device has it, for vectors; a whole map is float32.
+        `op` reads the stream that is asked about, of n tokens.  What is carried from layer to layer is float64 where
+        the device has it, for vectors; a whole map is float32.
         """
-        batch, _, n, _ = op.shape
+        batch = op.shape[0]
         arrays = framework(op.vectors)
         wide = arrays.double(op.device)
 
@@ -240,26 +265,50 @@ class Trace:
         ops = [contributions_of(op, self.family, values=self.values) for op in self.ops]
         return replace(self, ops=ops, unread=[], starts=list(self.starts))
 
-    def _chain(self, layers: Sequence[int] | None) -> list[RecordedOp]:
+    @property
+    def streams(self) -> dict[str, int]:
+        """The token streams that attention reads, by name, with the number of tokens of each."""
+        from attrace.capture.streams import streams_of
+
+        self.check()
+        return streams_of(self).lengths()
+
+    def _chosen(self, layers: Sequence[int] | None) -> list[RecordedOp]:
         self.check()
         if len(self.starts) != 1:
             raise CaptureError(
                 f"Expected one call of {self.model} in the trace. Received: {len(self.starts)}. Trace each call alone."
             )
-        if getattr(self.config, "is_encoder_decoder", False):
-            raise CaptureError(
-                f"Expected a model with one stream of tokens. Received: {self.model}, an encoder and a decoder. "
-                "Rollout over two streams is not supported yet; the maps of each op are in trace.ops."
-            )
-        first = self.ops[0]
-        for op in self.ops:
-            if op.kind != "self" or op.shape[0] != first.shape[0] or op.shape[2] != first.shape[2]:
-                raise CaptureError(
-                    f"Expected self-attention over the same {first.shape[2]} tokens in every layer of {self.model}. "
-                    f"Received: {op.name} with (B, H, Q, T) = {op.shape}. Models with two streams or changing "
-                    "lengths are not supported yet."
-                )
         return [self.ops[i] for i in layer_indices(layers, len(self.ops))]
+
+    def _is_chain(self) -> bool:
+        """Whether all calls mix one stream with itself, at the same positions."""
+        names = {name for op in self.ops for name in joined_by(op)}
+        batch, _, n, _ = self.ops[0].shape
+        return (
+            len(names) == 1
+            and "+" not in next(iter(names))
+            and all(op.kind == "self" and (op.shape[0], *op.shape[2:]) == (batch, n, n) for op in self.ops)
+        )
+
+    def _of_only_stream(self, question: Any) -> Any:
+        """A question without the name of the model's one stream."""
+        if isinstance(question, tuple) and len(question) == 2 and isinstance(question[0], str):
+            if question[0] != (only := joined_by(self.ops[0])[0]):
+                raise InputError(
+                    f"Expected the one stream of {self.model}, {only!r}. Received: {question[0]!r}. "
+                    "Give the position alone."
+                )
+            return question[1]
+        return question
+
+
+def _finished(answer: Array, op: RecordedOp, ask: str, single: bool) -> Array:
+    """Vectors (B, n, M) in the form that was asked for."""
+    answer = framework(op.vectors).xp.astype(answer, op.dtype, copy=False)
+    if single:
+        return answer[..., 0]
+    return answer.swapaxes(1, 2) if ask in ("target", "source") else answer
 
 
 def layer_indices(layers: Sequence[int] | None, count: int) -> list[int]:

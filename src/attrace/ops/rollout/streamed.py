@@ -32,24 +32,38 @@ class Mixing:
     discarding made of its sum ("own": rows keep the sum that the model gave them, short where a sink took mass)."""
     discard: float = 0.0
     valid: Array | None = None
-    """(B, n), True at real tokens: discarding counts cells between real tokens only."""
+    """(B, Q), True at the queries' real tokens: discarding counts cells between real tokens only."""
+    valid_keys: Array | None = None
+    """(B, T), the same for the keys."""
 
 
 @dataclass(frozen=True)
 class Layer:
-    """residual * I + (1 - residual) * A for one attention call, rows optionally divided by their own sums."""
+    """residual * I + (1 - residual) * A for one attention call, rows optionally divided by their own sums.
+
+    Where keys are of another stream, I stands for the queries' stream and A reads the keys'.
+    """
 
     op: AttentionOp
     mixing: Mixing
 
     def matvec(self, x: Array) -> Array:
         """(B, n, M) -> (B, n, M)."""
-        return self._scaled(self._mix(self._attend(x), x))
+        return self.forward(x, x)
 
     def rmatvec(self, r: Array) -> Array:
         """(B, n, M) -> (B, n, M)."""
         r = self._scaled(r)
         return self._mix(self._attend_back(r), r)
+
+    def forward(self, queries: Array, keys: Array) -> Array:
+        """(B, Q, M) and (B, T, M) -> (B, Q, M)."""
+        return self._scaled(self._mix(self._attend(keys), queries))
+
+    def back(self, r: Array) -> tuple[Array, Array]:
+        """(B, Q, M) -> what stays with the queries, (B, Q, M), and what goes to the keys, (B, T, M)."""
+        r = self._scaled(r)
+        return self.mixing.residual * r, (1 - self.mixing.residual) * self._attend_back(r)
 
     def _mix(self, attended: Array, kept: Array) -> Array:
         return (1 - self.mixing.residual) * attended + self.mixing.residual * kept
@@ -58,11 +72,13 @@ class Layer:
         if self.mixing.scaling == "none":
             return x
         xp = _framework(x).xp
-        ones = xp.ones_like(x[..., :1])
-        sums = self._mix(self._attend(ones), ones)
+        ones = keys = xp.ones_like(x[..., :1])
+        if self.op.shape[3] != self.op.shape[2]:
+            keys = xp.broadcast_to(xp.ones_like(x[:, :1, :1]), (x.shape[0], self.op.shape[3], 1))
+        sums = self._mix(self._attend(keys), ones)
         wanted = ones
         if self.mixing.scaling == "own":
-            wanted = self._mix(self.op.matvec(ones, heads="mean"), ones)
+            wanted = self._mix(self.op.matvec(keys, heads="mean"), ones)
         return x * wanted / xp.where(sums > 0, sums, ones)  # a row of zeros stays one
 
     def _attend(self, x: Array) -> Array:
@@ -82,20 +98,26 @@ class Layer:
         return _framework(x).contract(fused, x)
 
     def _kept(self) -> Array:
-        """The fused map, (B, n, n), without its smallest cells."""
+        """The fused map, (B, Q, T), without its smallest cells."""
         fused: Array = self.op.fused(self.mixing.heads)
-        share, valid = self.mixing.discard, self.mixing.valid
+        share, rows, keys = self.mixing.discard, self.mixing.valid, self.mixing.valid_keys
         framework = _framework(fused)
-        if valid is None or bool(valid.all()):
+        if all(valid is None or bool(valid.all()) for valid in (rows, keys)):
             whole: Array = drop_smallest(framework, fused, share)
             return whole
         xp = framework.xp
         kept = xp.asarray(fused, copy=True)
-        for item, real in enumerate(valid):
-            at = xp.nonzero(real)[0]
-            cells = fused[item : item + 1, at[:, None], at]
-            kept[item, at[:, None], at] = drop_smallest(framework, cells, share)[0]
+        for item in range(fused.shape[0]):
+            at, of = _real(rows, item, fused[item, :, 0]), _real(keys, item, fused[item, 0])
+            cells = fused[item : item + 1, at[:, None], of]
+            kept[item, at[:, None], of] = drop_smallest(framework, cells, share)[0]
         return kept
+
+
+def _real(valid: Array | None, item: int, like: Array) -> Array:
+    """Positions of one item's real tokens; `like` is (n,)."""
+    xp = _framework(like).xp
+    return xp.nonzero(xp.ones_like(like) > 0 if valid is None else valid[item])[0]
 
 
 def target_rows(ops: Sequence[AttentionOp], r: Array, mixing: Mixing, *, tolerance: float = 0.0) -> Array:
@@ -106,12 +128,13 @@ def target_rows(ops: Sequence[AttentionOp], r: Array, mixing: Mixing, *, toleran
     """
     for op in reversed(ops):
         if tolerance:
-            r = _drop_lightest(r, tolerance / len(ops))
+            r = drop_lightest(r, tolerance / len(ops))
         r = Layer(op, mixing).rmatvec(r)
     return r
 
 
-def _drop_lightest(r: Array, budget: float) -> Array:
+def drop_lightest(r: Array, budget: float) -> Array:
+    """The lightest entries of each column, (B, n, M), as long as their sum is within the budget, set to zero."""
     xp = _framework(r).xp
     order = xp.argsort(r, axis=1)
     dropped = xp.cumulative_sum(xp.take_along_axis(r, order, axis=1), axis=1) <= budget

@@ -228,8 +228,8 @@ def assembled(trace: Trace, output: Any = None) -> Trace:
     whole = [plan.repeated(op, plan.items[0]) for op in trace.ops[: trace.starts[0]]]
     whole += [plan.layer(name, steps) for (name, _), steps in _by_layer(trace).items()]
     ops = [replace(op, layer=layer) for layer, op in enumerate(whole)]
-    valid = _valid(trace, plan)
-    return replace(trace, ops=ops, starts=[0], calls=trace.calls[-1:], valid=valid, generated=True)
+    valid, generated = _valid(trace, plan), len(trace.calls) > 1 or bool(trace.calls[0].decoding)
+    return replace(trace, ops=ops, starts=[0], calls=trace.calls[-1:], valid=valid, generated=generated)
 
 
 def _plan(trace: Trace, given: Sequences | None) -> Plan:

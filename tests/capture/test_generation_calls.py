@@ -96,6 +96,28 @@ def test_a_prompt_of_embeddings() -> None:
         check_rows(trace.assembled(output), expected)
 
 
+def test_images_that_are_encoded_before_the_first_call() -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = transformers.LlavaConfig(
+        vision_config=transformers.CLIPVisionConfig(**sizes, image_size=16, patch_size=8, projection_dim=32),
+        text_config=transformers.LlamaConfig(**sizes, vocab_size=100, num_key_value_heads=2),
+        image_token_index=99, image_seq_length=4, vision_feature_layer=-1,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.LlavaForConditionalGeneration(config).eval()
+    ids = torch.tensor([[5, 99, 99, 99, 99, 7, 8]])
+    given = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pixel_values": torch.randn(1, 3, 16, 16)}
+    for options in (DECODING["greedy"], DECODING["sampled"], {**DECODING["greedy"], "max_new_tokens": 1}):
+        trace, output = generated(model, given, **options, suppress_tokens=[99])
+        copies = len(output.sequences)
+        with torch.no_grad():
+            pixels = given["pixel_values"].repeat(copies, 1, 1, 1)
+            expected = attrace.trace(model, input_ids=output.sequences[:, :-1], pixel_values=pixels, use_cache=False)
+        check_rows(trace.assembled(output), expected)
+        row, other = (t.rollout(target=-1) for t in (trace, expected))
+        torch.testing.assert_close(row["input_ids"], other["input_ids"], atol=1e-5, rtol=0)
+
+
 def test_a_quantised_cache() -> None:
     """Keys that come back from eight bits differ from step to step: each step keeps those that it used."""
     traces = []

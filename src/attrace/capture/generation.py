@@ -17,6 +17,7 @@ from torch import Tensor
 
 from attrace.capture.steps import Call, extent
 from attrace.capture.torch_ops import TorchAttention
+from attrace.capture.torch_streams import stack_of
 from attrace.capture.trace import Trace
 from attrace.errors import CaptureError, InputError, ShapeError
 from attrace.types import Heads
@@ -233,22 +234,25 @@ def assembled(trace: Trace, output: Any = None) -> Trace:
     whole += [plan.layer(name, steps) for (name, _), steps in _by_layer(trace).items()]
     ops = []
     for layer, op in enumerate(whole):
-        queries, keys = _streams(trace, op)
+        queries, keys = _streams(trace, op, plan.length)
         ops.append(replace(op, layer=layer, step=None, queries=queries, keys=keys))
-    return replace(
-        trace, ops=ops, starts=[0], calls=trace.calls[-1:], valid=_valid(trace, plan), flow=None, generated=True
-    )
+    valid, generated = _valid(trace, plan), len(trace.calls) > 1 or bool(trace.calls[0].decoding)
+    return replace(trace, ops=ops, starts=[0], calls=trace.calls[-1:], valid=valid, flow=None, generated=generated)
 
 
-def _streams(trace: Trace, op: TorchAttention) -> tuple[str, str]:
+def _streams(trace: Trace, op: TorchAttention, length: int) -> tuple[str, str]:
     """The streams that an operator joins, by name.
 
     A cache hands its keys on, which is not followed: what a decoder reads besides itself is its encoder's stream.
+    Images that were encoded before the first call are tokens of their own.
     """
-    if not getattr(trace.config, "is_encoder_decoder", False):
+    in_turn = isinstance(op, AssembledAttention) and not isinstance(op, Repeated)
+    if getattr(trace.config, "is_encoder_decoder", False):
+        own = "decoder_input_ids" if in_turn else trace.main
+        return own, own if op.kind == "self" else trace.main
+    if in_turn or op.queries != trace.main or op.shape[2] == length:
         return op.queries, op.keys
-    own = "decoder_input_ids" if isinstance(op, AssembledAttention) and not isinstance(op, Repeated) else trace.main
-    return own, own if op.kind == "self" else trace.main
+    return (stack_of(op.name),) * 2
 
 
 def _plan(trace: Trace, given: Sequences | None) -> Plan:

@@ -235,8 +235,8 @@ class Trace:
         return_dict_in_generate=True, output_scores=True) and after assisted decoding; a trace of one call
         is returned as it is.  CaptureError where the calls are not those of one generation.
         """
-        if output is None and (len(self.starts) < 2 or not self.calls):
-            return self
+        if output is None and (not self.calls or self.starts == [0] or self.generated):
+            return self  # one call, and nothing that ran before it
         from attrace.capture.generation import assembled
 
         return assembled(self, output)

@@ -197,7 +197,7 @@ Choice = tuple[str, "Sink | None", list[str]]
 def _choose(method: str, subject: TextSubject, options: Options) -> Choice:
     if method != "auto":
         return method, None, []
-    if subject.loaded.task == "seq2seq":
+    if _begun(subject) is not None:
         return _for_encoder_decoder(subject, options)
     choose = _for_causal if subject.trace.is_causal() else _for_encoder
     return choose(subject, options)
@@ -280,7 +280,8 @@ def _notes(name: str, target: str, subject: TextSubject, scores: Scores) -> list
             f"{name} tells what was read, not what spoke for or against: the picture is much the same for every class. "
             "--method leave-one-out tells them apart."
         )
-    own = 0.0 if scores.signed else float(scores.values[subject.encoding.length :].sum())
+    begun = _begun(subject)
+    own = 0.0 if begun is None or scores.signed else float(scores.values[-begun.shape[1] :].sum())
     if own > 0:
         notes.append(
             f"{100 * own:.1f} % of the mass stays with the decoder's own tokens, which stand after the text as special "
@@ -303,6 +304,11 @@ def _notes(name: str, target: str, subject: TextSubject, scores: Scores) -> list
     if model.training:
         notes.append("The model is in training mode: dropout was on. Call model.eval() for its true answer.")
     return notes
+
+
+def _begun(subject: TextSubject) -> Any:
+    """The tokens that an encoder-decoder's decoder begins with, (1, m); None for other models."""
+    return getattr(subject.encoding, "begun", None)
 
 
 def _parameters(model: Any) -> int:

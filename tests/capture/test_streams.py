@@ -398,6 +398,27 @@ def test_threads_do_not_mix() -> None:
         assert results[i] == [KNOWN.get(family, encoder_decoder_streams(family))] * 5
 
 
+def test_two_recorders_at_once_do_not_mix() -> None:
+    a, b = tiny_streams.model("t5", "eager"), tiny_streams.model("lxmert", "eager")
+    with torch.no_grad(), attrace.record(a) as first, attrace.record(b) as second:
+        b(**tiny_streams.inputs("lxmert"))
+        a(**tiny_streams.inputs("t5"))
+    assert joined(first) == encoder_decoder_streams("t5")
+    assert joined(second) == KNOWN["lxmert"]
+    for trace, model, family in ((first, a, "t5"), (second, b, "lxmert")):
+        expected = traced(model, tiny_streams.inputs(family)).rollout(target=0)
+        assert all(torch.equal(block, expected[name]) for name, block in trace.rollout(target=0).items())
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+def test_a_compiled_model_is_followed_where_it_runs_uncompiled() -> None:
+    model, given = tiny_streams.model("bart"), tiny_streams.inputs("bart")
+    compiled = torch.compile(model)
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        trace = attrace.trace(compiled, **given)
+    assert joined(trace) == encoder_decoder_streams("bart")
+
+
 def test_two_calls_in_one_block_and_a_failed_one_in_between() -> None:
     model, given = tiny_streams.model("bart"), tiny_streams.inputs("bart")
     with torch.no_grad(), attrace.record(model) as trace:

@@ -203,7 +203,7 @@ class StreamRecorder(Recorder):
             self._follow(func, how, args, out)
         return out
 
-    def _read(self, tensor: Tensor, axis: int | None = None) -> int | None:
+    def _state_read(self, tensor: Tensor, axis: int | None = None) -> int | None:
         """The label of a tensor: that of its storage, or of the tokens of it that the tensor has.
 
         `axis` is that of the tokens, where it is known.
@@ -234,9 +234,9 @@ class StreamRecorder(Recorder):
         """Note which states new calls read, and label what they give."""
         query, value, key = ends
         for op in ops:
-            queries, keys = self._read(query, -2), self._read(value, -2)
+            queries, keys = self._state_read(query, -2), self._state_read(value, -2)
             if keys is None and key is not None:
-                keys = self._read(key, -2)
+                keys = self._state_read(key, -2)
             if queries is None or queries < 0:
                 queries = self._learned_state(stack_of(op.name), op.shape[2])
             if keys is None or keys < 0:
@@ -274,7 +274,7 @@ class StreamRecorder(Recorder):
     def _label_of(self, func: Any, args: tuple[Any, ...], out: Tensor) -> int | None:
         label, ids = None, None
         for tensor in tensors_of(args):
-            found = self._read(tensor)
+            found = self._state_read(tensor)
             if found is None:
                 continue
             if not (tensor.is_floating_point() or tensor.is_complex()):
@@ -284,7 +284,7 @@ class StreamRecorder(Recorder):
             elif found != label:
                 label = self._newer(label, found)
         if func in PRODUCTS:  # scores belong to their queries, whether these are labelled or not
-            left = self._read(args[-2], -2)
+            left = self._state_read(args[-2], -2)
             if left is not None:
                 return left
             return label if label is None or label < 0 else ~label
@@ -324,7 +324,7 @@ class StreamRecorder(Recorder):
     def _cat(self, args: tuple[Any, ...]) -> int | None:
         """The label of tensors laid side by side: a new state where they are different tokens."""
         parts = [t for t in args[0] if t.numel()]
-        labels = [self._read(t) for t in parts]
+        labels = [self._state_read(t) for t in parts]
         known = [label for label in labels if label is not None and label >= 0]
         if not known:
             return next((label for label in labels if label is not None), None)

@@ -84,7 +84,17 @@ def test_a_missing_framework_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [m for m in sys.modules if m.startswith("attrace.capture")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "torch", None)
-    for name in ("trace", "record", "Trace"):
+    for name in ("trace", "record"):
         monkeypatch.delitem(vars(attrace), name, raising=False)
         with pytest.raises(MissingDependencyError, match=r"pip install 'attrace\[torch\]'"):
             getattr(attrace, name)
+
+
+def test_a_trace_is_framework_neutral() -> None:
+    code = """
+import sys
+from attrace import Trace
+found = {"torch", "tensorflow", "jax", "keras", "transformers"} & set(sys.modules)
+assert not found, found
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)

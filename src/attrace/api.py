@@ -113,12 +113,14 @@ def explain(
             model object (then with its tokenizer as `processor`); it is run as it is and nothing is changed on it.
         inputs: the text.
         processor: the tokenizer, where `model` is an object.
-        target: "auto" (the predicted class, the next token, the answer at the mask, the sentence vector),
+        target: "auto" (the predicted class, the next token, the first token that an encoder-decoder writes, the
+            answer at the mask, the sentence vector),
             "class:LABEL", "class:INDEX", "next:TEXT", "token:POSITION", or a contrast "class:A~B", "next:A~B".
         method: one of `method_names()`, or "auto", what did best when the marked tokens were removed
             (benchmarks/faithfulness.py): for encoders contribution-weighted rollout ("alti"), plain rollout where
             the family is not known or the text long; for causal models, where rollout collapses onto the first
-            token, leave-one-out, and the last layer's attention where the text is long.
+            token, leave-one-out, and the last layer's attention where the text is long.  Encoder-decoders have not
+            been measured: leave-one-out, and rollout where the text is long.
         layers: layer numbers to use, all by default; negative ones count from the end.
         heads: how heads are fused: "mean", "max", "min", a head's index, or a weight per head.
         residual: share of each position that stays with itself in every layer, 0 to 1.
@@ -195,8 +197,18 @@ Choice = tuple[str, "Sink | None", list[str]]
 def _choose(method: str, subject: TextSubject, options: Options) -> Choice:
     if method != "auto":
         return method, None, []
+    if _begun(subject) is not None:
+        return _for_encoder_decoder(subject, options)
     choose = _for_causal if subject.trace.is_causal() else _for_encoder
     return choose(subject, options)
+
+
+def _for_encoder_decoder(subject: TextSubject, options: Options) -> Choice:
+    if not _heeds("leave-one-out", options):
+        return "rollout", None, [f"Leave-one-out does not heed {_listed(options)}: rollout is shown instead."]
+    if _affordable(subject):
+        return "leave-one-out", None, []
+    return "rollout", None, ["Leave-one-out would take long on this text: rollout is shown instead."]
 
 
 def _for_encoder(subject: TextSubject, options: Options) -> Choice:
@@ -268,6 +280,13 @@ def _notes(name: str, target: str, subject: TextSubject, scores: Scores) -> list
             f"{name} tells what was read, not what spoke for or against: the picture is much the same for every class. "
             "--method leave-one-out tells them apart."
         )
+    begun = _begun(subject)
+    own = 0.0 if begun is None or scores.signed else float(scores.values[-begun.shape[1] :].sum())
+    if own > 0:
+        notes.append(
+            f"{100 * own:.1f} % of the mass stays with the decoder's own tokens, which stand after the text as special "
+            "ones."
+        )
     text = float(abs(scores.values[~subject.encoding.special]).sum())
     if not scores.signed and scores.sink is None and text < LITTLE:
         notes.append(
@@ -285,6 +304,11 @@ def _notes(name: str, target: str, subject: TextSubject, scores: Scores) -> list
     if model.training:
         notes.append("The model is in training mode: dropout was on. Call model.eval() for its true answer.")
     return notes
+
+
+def _begun(subject: TextSubject) -> Any:
+    """The tokens that an encoder-decoder's decoder begins with, (1, m); None for other models."""
+    return getattr(subject.encoding, "begun", None)
 
 
 def _parameters(model: Any) -> int:

@@ -14,6 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
+Array = Any
+"""An array of one framework, the same in arguments and result: a PyTorch tensor, a NumPy array."""
 Heads = str | int | Sequence[float]
 """How heads are fused: "mean", "max", "min", one head's index, or a weight per head."""
 Progress = Callable[[str, int, int], None]
@@ -32,6 +34,16 @@ class AttentionOp(Protocol):
 
     @property
     def kind(self) -> Literal["self", "cross"]: ...
+
+    @property
+    def queries(self) -> str:
+        """The token stream of the queries, by name: "decoder_input_ids"."""
+        ...
+
+    @property
+    def keys(self) -> str:
+        """The token stream of keys and values; that of the queries in self-attention."""
+        ...
 
     @property
     def heads(self) -> int: ...

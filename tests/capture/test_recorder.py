@@ -95,24 +95,6 @@ def test_inference_mode_changes_nothing() -> None:
             assert torch.equal(trace.rollout(), expected.rollout())
 
 
-def test_an_encoder_decoder_is_no_chain() -> None:
-    import transformers
-
-    config = transformers.BartConfig(
-        vocab_size=100, d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=4,
-        decoder_attention_heads=4, encoder_ffn_dim=64, decoder_ffn_dim=64,
-    )  # fmt: skip
-    trace = traced(transformers.BartModel(config).eval(), tiny.inputs())
-    assert [op.kind for op in trace.ops] == ["self", "self", "cross"]
-    with pytest.raises(CaptureError, match="an encoder and a decoder"):
-        trace.rollout()
-    layer = nn.TransformerDecoderLayer(8, 2, batch_first=True).eval()
-    crossed = attrace.trace(layer, torch.randn(1, 4, 8), torch.randn(1, 4, 8))
-    assert [op.kind for op in crossed.ops] == ["self", "cross"]
-    with pytest.raises(CaptureError, match="self-attention over the same"):
-        crossed.rollout()
-
-
 def test_three_axes_are_split_by_the_modules_own_heads() -> None:
     layer = nn.MultiheadAttention(8, 2).eval()  # sequence first
     x = torch.randn(4, 3, 8)

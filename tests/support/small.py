@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import tiny
+import tiny_streams
 import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
@@ -22,6 +23,8 @@ TASKS = {
     "causal": ("LlamaForCausalLM", "llama"),
     "causal-classifier": ("GPT2ForSequenceClassification", "gpt2-classifier"),
     "attentionless": ("MambaForCausalLM", "mamba"),
+    "seq2seq": ("T5ForConditionalGeneration", "t5"),
+    "seq2seq-bart": ("BartForConditionalGeneration", "bart"),
 }
 
 
@@ -60,7 +63,8 @@ def save(task: str, folder: Path, **settings: object) -> Path:
     """Save a model and its tokenizer to the folder; `settings` go into the configuration."""
     name, family = TASKS[task]
     tokenizer = word_pieces() if family == "bert" else byte_pairs()
-    base = tiny.FAMILIES[family][1] if family in tiny.FAMILIES else {"hidden_size": 32, "num_hidden_layers": 2}
+    known = {**tiny_streams.SETTINGS, **tiny.FAMILIES}
+    base = known[family][1] if family in known else {"hidden_size": 32, "num_hidden_layers": 2}
     cls = getattr(transformers, name)
     config = cls.config_class(**{
         **base,
@@ -76,7 +80,7 @@ def save(task: str, folder: Path, **settings: object) -> Path:
     model = cls(config)
     for parameter in model.parameters():
         if parameter.ndim == 2:
-            parameter.data.mul_(6.0)
+            parameter.data.mul_(2.0 if family == "t5" else 6.0)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder

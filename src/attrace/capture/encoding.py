@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,9 @@ class Encoding:
     """(n,) True at tokens that the tokenizer added."""
     note: str | None = None
     """What was left out, where the text was truncated."""
+    begun: Tensor | None = None
+    """(1, m), what an encoder-decoder's decoder begins with; these stand after the text's own tokens, as special
+    ones, and are no part of `inputs`."""
 
     @property
     def ids(self) -> Tensor:
@@ -35,6 +38,11 @@ class Encoding:
 
     def __len__(self) -> int:
         return len(self.pieces)
+
+    @property
+    def length(self) -> int:
+        """How many of the tokens the text itself has: n, or fewer where a decoder's stand after them."""
+        return len(self.pieces) - (0 if self.begun is None else self.begun.shape[1])
 
 
 def encode(loaded: Loaded, text: str, *, truncate: bool = False) -> Encoding:
@@ -84,13 +92,37 @@ def encode(loaded: Loaded, text: str, *, truncate: bool = False) -> Encoding:
     if note is not None:  # what was not read is not shown either
         begin, stop = int(offsets[~special, 0].min()), int(offsets[:, 1].max())
         text, offsets = text[begin:stop], np.where(special[:, None], 0, offsets - begin)
-    return Encoding(
+    encoding = Encoding(
         text=text,
         inputs=inputs,
         pieces=tuple(tokenizer.convert_ids_to_tokens(inputs["input_ids"][0].tolist())),
         offsets=tuple((int(a), int(b)) for a, b in offsets),
         special=special,
         note=note,
+    )
+    return with_decoder(loaded, encoding) if loaded.task == "seq2seq" else encoding
+
+
+def with_decoder(loaded: Loaded, encoding: Encoding) -> Encoding:
+    """The encoding with what the decoder begins with: its start token, and the first token where that is forced."""
+    writing = getattr(loaded.model, "generation_config", None) or loaded.model.config
+    start = getattr(writing, "decoder_start_token_id", None)
+    if start is None:
+        start = getattr(loaded.model.config, "decoder_start_token_id", None)
+    forced = getattr(writing, "forced_bos_token_id", None)
+    if start is None:
+        raise ModelError(
+            f"Expected {loaded.name} to name the token that its decoder starts with. Received: no "
+            "decoder_start_token_id. Set it in the model's configuration."
+        )
+    ids = [token for token in (start, forced) if token is not None]
+    pieces = tuple(f"decoder {piece}" for piece in loaded.tokenizer.convert_ids_to_tokens(ids))
+    return replace(
+        encoding,
+        pieces=encoding.pieces + pieces,
+        offsets=encoding.offsets + ((0, 0),) * len(ids),
+        special=np.append(encoding.special, [True] * len(ids)),
+        begun=torch.tensor([ids], device=encoding.ids.device),
     )
 
 

@@ -22,7 +22,7 @@ from attrace.errors import (
     UnsafeWeightsError,
 )
 
-Task = Literal["classifier", "causal", "masked", "encoder"]
+Task = Literal["classifier", "causal", "masked", "encoder", "seq2seq"]
 
 EMBEDDED = "embedded"
 """The name of the model that the package carries."""
@@ -35,6 +35,8 @@ HEADS: tuple[tuple[str, Task, str], ...] = (
     ("ForMaskedLM", "masked", "AutoModelForMaskedLM"),
     ("ForCausalLM", "causal", "AutoModelForCausalLM"),
     ("LMHeadModel", "causal", "AutoModelForCausalLM"),
+    ("ForConditionalGeneration", "seq2seq", "AutoModelForSeq2SeqLM"),
+    ("MTModel", "seq2seq", "AutoModelForSeq2SeqLM"),
     ("Model", "encoder", "AutoModel"),
 )
 
@@ -56,7 +58,8 @@ def task_of(architecture: str) -> tuple[Task, str]:
         if architecture.endswith(ending):
             return task, auto
     raise ModelError(
-        "Expected a text model: a sequence classifier, a causal or masked language model, or an encoder. "
+        "Expected a text model: a sequence classifier, a causal or masked language model, an encoder, or an "
+        "encoder-decoder that writes text. "
         f"Received: {architecture}. Other kinds are not supported yet."
     )
 
@@ -81,7 +84,7 @@ def load(name: str | os.PathLike[str] | None, *, device: str | None = None) -> L
         config = transformers.AutoConfig.from_pretrained(source, **options)
         architecture = _architecture(transformers, config, source)
         task, auto = task_of(architecture)
-        _check_streams(config, architecture)
+        _check_streams(config, architecture, task)
         where = check_device(device)
         model, report = getattr(transformers, auto).from_pretrained(
             source,
@@ -101,11 +104,21 @@ def load(name: str | os.PathLike[str] | None, *, device: str | None = None) -> L
     return Loaded(model.to(where).eval(), tokenizer, task, shown)
 
 
-def _check_streams(config: Any, architecture: str) -> None:
-    if getattr(config, "is_encoder_decoder", False):
+def _check_streams(config: Any, architecture: str, task: Task) -> None:
+    two = bool(getattr(config, "is_encoder_decoder", False))
+    if task == "seq2seq":
+        from transformers.models.auto.modeling_auto import MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES as TEXT
+
+        if not two or architecture not in TEXT.values():
+            raise ModelError(
+                f"Expected a model that reads text alone. Received: {architecture}. Its attention can be read: "
+                "attrace.trace(model, **inputs).rollout()."
+            )
+    elif two:
         raise ModelError(
-            f"Expected a model with one stream of tokens. Received: {architecture}, an encoder and a decoder, which "
-            "is not supported yet. Its attention can be read: attrace.trace(model, **inputs).ops."
+            f"Expected an encoder-decoder with a head that writes text (ForConditionalGeneration). Received: "
+            f"{architecture}, an encoder and a decoder with another head, which is not supported yet. Its attention "
+            "can be read: attrace.trace(model, **inputs).rollout()."
         )
 
 
@@ -119,7 +132,7 @@ def adopt(model: Any, processor: Any) -> Loaded:
     config = getattr(model, "config", None)
     name = getattr(config, "name_or_path", "") or type(model).__name__
     task, _ = task_of(type(model).__name__)
-    _check_streams(config, type(model).__name__)
+    _check_streams(config, type(model).__name__, task)
     return Loaded(model, processor, task, Path(name).name if os.path.isabs(name) else name)
 
 

@@ -109,6 +109,18 @@ def token_question(loaded: Loaded, logits: Tensor, encoding: Encoding, target: s
     return _token_question(loaded, probabilities, index=index, at=n - 1, rival=rival, length=n)
 
 
+def first_token_question(loaded: Loaded, logits: Tensor, encoding: Encoding, target: str) -> Question:
+    """For an encoder-decoder, logits (m, V) of its decoder: the first token that it writes."""
+    kind, text = parse(target)
+    if kind not in ("auto", "next"):
+        raise TargetError(f"Expected auto or next:TEXT of an encoder-decoder. Received: {target!r}.")
+    probabilities = logits[-1].float().softmax(-1)
+    index, rival = int(probabilities.argmax()), None
+    if kind == "next":
+        index, rival = _contrast(text, lambda name: _token_index(loaded, name, probabilities))
+    return _token_question(loaded, probabilities, index=index, at=None, rival=rival, length=encoding.length)
+
+
 def mask_question(loaded: Loaded, logits: Tensor, encoding: Encoding, target: str) -> Question:
     """For a masked model, logits (n, V): the answer at its mask, or the token at a position."""
     kind, text = parse(target)
@@ -143,12 +155,12 @@ def vector_question(encoding: Encoding, target: str) -> Question:
 
 
 def _token_question(
-    loaded: Loaded, probabilities: Tensor, *, index: int, at: int, rival: int | None, length: int
+    loaded: Loaded, probabilities: Tensor, *, index: int, at: int | None, rival: int | None, length: int
 ) -> Question:
     likely = probabilities.topk(min(TOP, len(probabilities)))
     return Question(
         Target(
-            "next" if loaded.task == "causal" else "token",
+            "next" if loaded.task in ("causal", "seq2seq") else "token",
             shown(loaded, index),
             index=index,
             position=at,

@@ -18,6 +18,7 @@ from attrace.capture.huggingface import Loaded, clear_errors
 from attrace.capture.targets import (
     Question,
     class_question,
+    first_token_question,
     mask_question,
     token_question,
     vector_question,
@@ -34,6 +35,34 @@ LOGITS_AT_ONCE = 1 << 26
 OPERATORS = ("delete", "hide")
 
 
+class SideBySide:
+    """A trace of an encoder-decoder, asked as if the text's tokens and then the decoder's were one stream."""
+
+    def __init__(self, trace: Trace, length: int) -> None:
+        self._trace = trace
+        self._length = length
+        self._source, self._decoder = trace.ops[0].queries, trace.ops[-1].queries
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._trace, name)
+
+    def contributions(self) -> SideBySide:
+        return SideBySide(self._trace.contributions(), self._length)
+
+    def rollout(self, *, target: Any = None, source: int | None = None, **options: Any) -> Tensor:
+        """`target` (N,) weighs the decoder's positions, after the text's -> (1, N); `source` is one position."""
+        n = self._length
+        if source is None:
+            found = self._trace.rollout(target=(self._decoder, target[n:]), **options)
+        else:
+            side = (self._source, source) if source < n else (self._decoder, source - n)
+            found = self._trace.rollout(source=side, **options)
+        some = next(iter(found.values()))
+        lengths = self._trace.streams
+        parts = [found.get(s, some.new_zeros(len(some), lengths[s])) for s in (self._source, self._decoder)]
+        return torch.cat(parts, dim=-1)
+
+
 @dataclass(eq=False)
 class TextSubject:
     """A model, an encoded text and a target; implements `attrace.types.Subject`."""
@@ -41,7 +70,7 @@ class TextSubject:
     loaded: Loaded
     encoding: Encoding
     question: Question
-    trace: Trace
+    trace: Trace | SideBySide
     readout: Floats
     protected: NDArray[np.bool_]
 
@@ -79,7 +108,7 @@ class TextSubject:
         task, config = self.loaded.task, self.loaded.model.config
         if task == "classifier" and config.pad_token_id is None:
             return 1  # a classifier that reads the last token refuses batches without a padding token
-        if task in ("causal", "masked"):
+        if task in ("causal", "masked", "seq2seq"):
             vocabulary: int = config.get_text_config().vocab_size
             return max(1, min(TOKENS_AT_ONCE, LOGITS_AT_ONCE // vocabulary))
         return TOKENS_AT_ONCE
@@ -96,6 +125,8 @@ class TextSubject:
         else:
             batch = {k: v[:, : kept.shape[1]].expand(len(kept), -1) for k, v in self.encoding.inputs.items()}
             batch["attention_mask"] = mask.long()
+        if self.encoding.begun is not None:
+            batch["decoder_input_ids"] = self.encoding.begun.expand(len(kept), -1)
         with torch.no_grad():
             output = run(self.loaded, batch)
         values: Floats = self._read(output, mask, operator).double().cpu().numpy()
@@ -122,7 +153,9 @@ class TextSubject:
             kept = None if operator == "delete" else mask
             return torch.cosine_similarity(_vectors(output, kept, places), whole, dim=-1)
         logits: Tensor = output.logits.float()
-        if task != "classifier":
+        if task == "seq2seq":
+            logits = logits[:, -1]
+        elif task != "classifier":
             logits = logits[torch.arange(len(logits), device=logits.device), self._places(mask, operator)]
         answers = self._log_probabilities(logits)
         answer = answers[:, question.target.index]
@@ -161,16 +194,20 @@ def ask(loaded: Loaded, encoding: Encoding, target: str, *, detail: bool = False
     `detail` keeps what contribution methods need.  Raises TargetError for a target that the model does not have,
     CaptureError where no attention was seen, NonFiniteError where the model gives NaN (names layer and token).
     """
+    given = dict(encoding.inputs)
+    if encoding.begun is not None:
+        given["decoder_input_ids"] = encoding.begun
     with torch.no_grad(), record(loaded.model, values=detail) as trace:
-        output = run(loaded, encoding.inputs)
+        output = run(loaded, given)
     trace.check()
     _check_finite(loaded, encoding, trace, output)
+    asked = trace if encoding.begun is None else SideBySide(trace, encoding.length)
     question = _question(loaded, encoding, output, target)
     protected = encoding.special.copy()
     protected[question.length :] = True  # a causal model does not see what comes after the target
     if question.target.position is not None and loaded.task != "causal":
         protected[question.target.position] = True
-    return TextSubject(loaded, encoding, question, trace, _readout(loaded, encoding, question), protected)
+    return TextSubject(loaded, encoding, question, asked, _readout(loaded, encoding, question), protected)
 
 
 def _question(loaded: Loaded, encoding: Encoding, output: Any, target: str) -> Question:
@@ -180,12 +217,16 @@ def _question(loaded: Loaded, encoding: Encoding, output: Any, target: str) -> Q
         return token_question(loaded, output.logits[0], encoding, target)
     if loaded.task == "masked":
         return mask_question(loaded, output.logits[0], encoding, target)
+    if loaded.task == "seq2seq":
+        return first_token_question(loaded, output.logits[0], encoding, target)
     return vector_question(encoding, target)
 
 
 def _readout(loaded: Loaded, encoding: Encoding, question: Question) -> Floats:
     """How the target reads the last layer's positions: (n,), summing to one."""
     n, at = len(encoding), question.target.position
+    if encoding.begun is not None:
+        at = n - 1
     if at is not None:
         one_hot: Floats = np.eye(n)[at]
         return one_hot
@@ -282,6 +323,8 @@ def _check_finite(loaded: Loaded, encoding: Encoding, trace: Trace, output: Any)
     bad = [name for name, p in loaded.model.named_parameters() if not bool(p.isfinite().all())]
     if found is not None:
         op, row = found
+        if encoding.begun is not None and op.queries != trace.main:
+            row = min(row + encoding.length, len(encoding) - 1)
         at = f"layer {op.layer} ({op.name}), token {row} ({encoding.pieces[row]!r})"
     else:
         at = _after_attention(loaded, encoding, result, bad)
@@ -302,7 +345,7 @@ def _after_attention(loaded: Loaded, encoding: Encoding, result: Tensor, bad: li
     layer = f"layer {number[1]}" if number else "the head, after the last layer"
     if not len(rows):
         return layer
-    row = int(rows[0])
+    row = int(rows[0]) + (0 if encoding.begun is None else encoding.length)
     return f"{layer}, after its attention, token {row} ({encoding.pieces[row]!r})"
 
 

@@ -185,5 +185,6 @@ def contributions_of(op: TorchAttention, family: str, *, values: bool) -> Contri
         )
     batch, _, length, keys = op.shape
     return Contributions(
-        name=op.name, layer=op.layer, shape=(batch, 1, length, keys), kind=op.kind, source=op, block=op.block
-    )
+        name=op.name, layer=op.layer, shape=(batch, 1, length, keys), kind=op.kind, source=op, block=op.block,
+        queries=op.queries, keys=op.keys, step=op.step,
+    )  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -13,12 +13,15 @@ from torch import Tensor
 from attrace.errors import CaptureError, InputError, NonFiniteError, ShapeError
 from attrace.ops.attention.rows import CHUNK, blocks, contract, mean_of_heads, weight_rows, working_dtype
 from attrace.ops.heads import CheckedHeads, check_heads, fuse_heads
+from attrace.ops.namespace import Name
 from attrace.types import Heads
 
 if TYPE_CHECKING:
     from attrace.capture.torch_blocks import Block
 
 
+MASKED = -1e4
+"""Below this an additive mask leaves no weight."""
 FEW_CELLS = 1 << 17
 """Below as many weights it is quicker to compute all rows than to choose among them."""
 
@@ -32,6 +35,8 @@ def version_of(tensor: Tensor) -> int:
 class TorchAttention:
     """One recorded call.  Subclasses give `_rows`; products run over blocks of rows, never over (B, H, Q, T)."""
 
+    vectors: ClassVar[Name] = "torch"
+    """The framework of the vectors that it takes and gives."""
     name: str
     layer: int
     """Place of the call in the order of the model's attention calls, from 0."""
@@ -42,6 +47,12 @@ class TorchAttention:
     """(B, K, T, Dv), kept only where the recorder was asked for it."""
     block: Block | None = field(default=None, repr=False)
     """The block around the call, kept with the values where the model's family is known."""
+    queries: str = "tokens"
+    """The token stream of the queries, by name."""
+    keys: str = "tokens"
+    """The token stream of keys and values."""
+    step: int | None = None
+    """The call's step in the trace's stream graph, where the model has one."""
 
     @property
     def heads(self) -> int:
@@ -195,6 +206,15 @@ class QueryKeyAttention(TorchAttention):
         self._held = [t for t in (self.query, self.key, self.bias) if t is not None]
         self._versions = [version_of(t) for t in self._held]
 
+    def hold(self, key: Tensor) -> None:
+        """Take the first keys of the call out of a store that nothing else writes to, (B, K, T', D)."""
+        count = key.shape[2]
+        self.key, self.shape = key, (*self.shape[:3], count)
+        self.value = None if self.value is None else self.value[:, :, :count]
+        self.bias = None if self.bias is None or self.bias.ndim == 0 else self.bias[..., :count]
+        self._held = [t for t in (self.query, self.bias) if t is not None]
+        self._versions = [version_of(t) for t in self._held]
+
     @property
     def device(self) -> torch.device:
         return self.query.device
@@ -208,6 +228,13 @@ class QueryKeyAttention(TorchAttention):
         bad = [~t.isfinite().all(-1).all(1).all(0) for t in held if not bool(t.isfinite().all())]
         return min((row for b in bad if (row := _first(b)) is not None), default=None)
 
+    def leaves_room(self, filled: int) -> bool:
+        """Whether the mask gives no weight to the keys after the first `filled`, in no row."""
+        if self.bias is None or self.bias.shape[-1] <= filled:
+            return False
+        rest = self.bias[..., filled:]
+        return not bool(rest.any()) if rest.dtype == torch.bool else bool((rest < MASKED).all())
+
     def _rows(self, rows: Tensor) -> Tensor:
         return self._recomputed(rows)
 
@@ -215,12 +242,15 @@ class QueryKeyAttention(TorchAttention):
         return self._recomputed(None)
 
     def _recomputed(self, rows: Tensor | None) -> Tensor:
+        self._check_versions()
+        return weight_rows(self.query, self.key, rows=rows, scale=self.scale, bias=self.bias, causal=self.is_causal)
+
+    def _check_versions(self) -> None:
         if [version_of(t) for t in self._held] != self._versions:
             raise CaptureError(
                 f"Expected the query and key of {self.name} as the model used them. Received: tensors that were "
                 "written to since (a static cache, for one). Read the weights before the model runs again."
             )
-        return weight_rows(self.query, self.key, rows=rows, scale=self.scale, bias=self.bias, causal=self.is_causal)
 
 
 @dataclass(eq=False)

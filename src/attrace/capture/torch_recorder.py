@@ -16,13 +16,16 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
 from types import FrameType
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import enable_reentrant_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from attrace.capture.registered import RegistryObserver
+from attrace.capture.registry import refuse_flex, watching
+from attrace.capture.steps import Call, KeyStore, below_compiler, call_of, joins_cache
 from attrace.capture.torch_blocks import BlockInputs
 from attrace.capture.torch_ops import QueryKeyAttention, SoftmaxAttention, TorchAttention, version_of
 from attrace.capture.trace import Trace
@@ -83,6 +86,12 @@ class Caller:
     heads: int | None = None
     cross: bool | None = None
     """Whether keys come from another stream than queries; None where the arguments do not tell."""
+    queries: int | None = None
+    """How many tokens ask, where the heads of a group share the query axis of the call instead."""
+
+
+ANOTHER = Caller("")
+"""Who calls where it is no module of the model."""
 
 
 @dataclass
@@ -100,6 +109,9 @@ class PendingSoftmax:
 class Recorder(TorchDispatchMode):
     """Fills a trace while the model runs under it."""
 
+    guarded: ClassVar[type[Recorder]]
+    """The same for a model with compiled parts."""
+
     def __init__(self, trace: Trace, modules: dict[str, nn.Module], *, blocks: BlockInputs | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._trace = trace
@@ -108,6 +120,8 @@ class Recorder(TorchDispatchMode):
         self._thread = threading.get_ident()
         self._names = {id(module): name or trace.model for name, module in modules.items()}
         self._running = False
+        self._call = Call()
+        self._keys = KeyStore()
         self._batch: int | None = None
         self._pending: dict[int, PendingSoftmax] = {}
 
@@ -122,7 +136,8 @@ class Recorder(TorchDispatchMode):
         """The innermost module of the model on the call stack, by the first argument of its functions.
 
         Looked up for attention calls alone: hooks on every module would cost more than the rest of the recorder,
-        switch off the fast paths that check for hooks, and run in other threads.
+        switch off the fast paths that check for hooks, and run in other threads.  ANOTHER where no module of the
+        model is on the stack.
         """
         frame: FrameType | None = sys._getframe(1)
         while frame is not None:
@@ -132,12 +147,13 @@ class Recorder(TorchDispatchMode):
                 module = local.get(code.co_varnames[0])
                 name = self._names.get(id(module))
                 if name is not None:
+                    queries = local.get("q_length") if code.co_name == "sdpa_attention_forward" else None
                     if code.co_name != "forward" or not isinstance(module, nn.Module):
                         frame = self._forward_of(module, frame)
                         local = {} if frame is None else frame.f_locals
-                    return Caller(name, heads_of(module), is_cross(local))
+                    return Caller(name, heads_of(module), is_cross(local), queries)
             frame = frame.f_back
-        return Caller(self._trace.model)
+        return Caller(self._trace.model) if self._running else ANOTHER
 
     def _forward_of(self, module: Any, frame: FrameType) -> FrameType | None:
         """The frame of the module's own forward, from a function that it called with itself."""
@@ -152,17 +168,26 @@ class Recorder(TorchDispatchMode):
         # Another thread may run the same model while this hook is taken away, and then call it without kwargs.
         if threading.get_ident() != self._thread or kwargs is None:
             return
+        if below_compiler() and not self._should_skip_dynamo():
+            self.__class__ = self.guarded  # generate() compiles the model when it has already begun
         self._running = True
         self._pending.clear()
         given = named_arguments(model, args, kwargs)
         self._batch = next((v.shape[0] for k in BATCHED if isinstance(v := given.get(k), Tensor) and v.ndim), None)
-        self._trace.begin(given.get("attention_mask"))
+        self._call = call_of(given, self._call)
+        self._call.running = True
+        self._trace.begin(given.get("attention_mask"), self._call)
 
     def leave_model(self, _model: nn.Module, _args: Any, output: Any) -> None:
         if threading.get_ident() == self._thread:
-            self._running = False
+            self._running = self._call.running = False
+            self._call.made(output)
             self._pending.clear()
             self._trace.output = output
+
+    @property
+    def model(self) -> str:
+        return self._trace.model
 
     # What it calls
 
@@ -177,11 +202,12 @@ class Recorder(TorchDispatchMode):
         out = func(*args, **kwargs)
         # Every operator of the model comes by here: one look-up decides.
         part = PARTS.get(func)
-        if part is None or not self._running:
+        if part is None:
             return out
         if part == "fused":
             with enable_reentrant_dispatch():  # so that detached tensors share their version counters
                 self._fused(func, args, kwargs)
+            self._keys.share(self._trace.ops, self._call)
         elif part == "softmax":
             self._softmax(args, out)
         elif self._pending and part == "product":
@@ -196,13 +222,19 @@ class Recorder(TorchDispatchMode):
         bias_at, causal_at = FUSED[func]
         bias = kwargs.get("attn_mask") if bias_at is None else args[bias_at]
         caller = self._caller()
+        if caller is ANOTHER:
+            return
+        if caller.queries == 1 < query.shape[2]:  # one token, the heads of each group along the query axis
+            query, bias = (
+                t if t is None or t.shape[1] == 1 else t.reshape(t.shape[0], -1, 1, t.shape[3]) for t in (query, bias)
+            )
         shape = (query.shape[0], query.shape[1], query.shape[2], key.shape[2])
         self._record(
             QueryKeyAttention(
                 name=caller.name,
                 layer=len(self._trace.ops),
                 shape=shape,
-                kind=kind_of(caller, shape),
+                kind=self._kind_of(caller, shape),
                 value=value.detach() if self._values else None,
                 query=query.detach(),
                 key=key.detach(),
@@ -214,10 +246,12 @@ class Recorder(TorchDispatchMode):
 
     def _softmax(self, args: tuple[Any, ...], out: Tensor) -> None:
         dim = args[1]
-        if out.ndim >= 3 and dim in (-1, out.ndim - 1):
+        if out.ndim >= 3 and dim in (-1, out.ndim - 1) and (caller := self._caller()) is not ANOTHER:
             with enable_reentrant_dispatch():
                 kept = out.detach()
-            found = PendingSoftmax(kept, version_of(kept), self._caller())
+            if not self._running:  # nothing else clears what met no values
+                self._pending = {k: p for k, p in self._pending.items() if p.caller.name == caller.name}
+            found = PendingSoftmax(kept, version_of(kept), caller)
             found.carriers[storage_of(out)] = is_transposed(out)
             self._pending[storage_of(out)] = found
 
@@ -254,7 +288,7 @@ class Recorder(TorchDispatchMode):
                         name=found.caller.name,
                         layer=len(self._trace.ops),
                         shape=(batch, heads, length, keys),
-                        kind=kind_of(found.caller, (batch, heads, length, keys)),
+                        kind=self._kind_of(found.caller, (batch, heads, length, keys)),
                         value=value.reshape(batch, heads, keys, -1) if self._values else None,
                         map=weights,
                         version=version_of(weights),
@@ -287,10 +321,19 @@ class Recorder(TorchDispatchMode):
             heads = shape[0] // batch
         return (shape[0] // heads, heads) if len(shape) == 3 and heads and shape[0] % heads == 0 else None
 
+    def _kind_of(self, caller: Caller, shape: tuple[int, int, int, int]) -> Literal["self", "cross"]:
+        if caller.cross is None and self._running and joins_cache(shape, self._call):
+            return "self"
+        return kind_of(caller, shape)
+
     def _record(self, op: TorchAttention) -> None:
         if self._blocks is not None:
             op.block = self._blocks.block_of(op.name, op.value)
+        op.queries = op.keys = self._trace.main
         self._trace.ops.append(op)
+
+    def joined(self, ops: list[TorchAttention], query: Tensor, key: Tensor, value: Tensor, output: Any) -> None:
+        """Be told of recorded calls that no operator showed; a recorder of streams notes what they join."""
 
 
 class GuardedRecorder(Recorder):
@@ -304,6 +347,9 @@ class GuardedRecorder(Recorder):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+Recorder.guarded = GuardedRecorder
 
 
 def modules_of(model: nn.Module) -> dict[str, nn.Module]:
@@ -405,13 +451,15 @@ def record(model: nn.Module, *, values: bool = False) -> Iterator[Trace]:
     """
     if not isinstance(model, nn.Module):
         raise CaptureError(f"Expected a torch.nn.Module. Received: {type(model).__name__}.")
-    trace = Trace(type(model).__name__, config=getattr(model, "config", None))
+    from attrace.capture.torch_streams import default_stream, recorder_class
+
+    trace = Trace(type(model).__name__, config=getattr(model, "config", None), main=default_stream(model))
     blocks = None
     if values:
         blocks = BlockInputs(model)
         trace.values, trace.family = True, blocks.family_of("")
     modules = modules_of(model)
-    kind = GuardedRecorder if has_compiled_parts(modules.values()) else Recorder
+    kind = recorder_class(model, guarded=has_compiled_parts(modules.values()))
     recorder = kind(trace, modules, blocks=blocks)
     with ExitStack() as undo:
         for handle in blocks.watch() if blocks else ():
@@ -422,6 +470,8 @@ def record(model: nn.Module, *, values: bool = False) -> Iterator[Trace]:
         )
         for handle in handles:
             undo.callback(handle.remove)
+        undo.enter_context(watching(model, RegistryObserver(recorder)))
+        refuse_flex(kind)
         undo.enter_context(recorder)
         yield trace
 

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal
-
-import numpy as np
-import torch
-from numpy.typing import NDArray
-from torch import Tensor
+from typing import Any, Literal, Protocol
 
 from attrace.errors import CaptureError, InputError, ShapeError
 from attrace.ops.heads import check_heads
+from attrace.ops.namespace import Name, dtype_name, framework, framework_of
 from attrace.ops.rollout.checks import (
     check_discard,
     check_index,
@@ -21,39 +17,81 @@ from attrace.ops.rollout.checks import (
     check_tolerance,
 )
 from attrace.ops.rollout.streamed import Mixing, Scaling, source_columns, target_rows
-from attrace.types import Heads
+from attrace.ops.rollout.streams import StreamGraph, joined_by
+from attrace.types import Array, AttentionOp, Heads
 
-if TYPE_CHECKING:
-    from attrace.capture.torch_ops import TorchAttention
+Question = int | Sequence[int] | tuple[str, int | Sequence[int]]
+"""Token positions, of one stream where its name comes first."""
+FLOATS = ("float16", "bfloat16", "float32", "float64")
+
+
+class RecordedOp(AttentionOp, Protocol):
+    """One recorded attention call, whatever the seam that saw it."""
+
+    vectors: Name
+    """The framework of the vectors that it takes and gives."""
+    layer: int
+    """Place of the call in the order of the model's attention calls, from 0."""
+    block: Any
+    """The block around the call, where it was recorded (`attrace.capture.torch_blocks`)."""
+
+    @property
+    def causal(self) -> bool:
+        """Whether the call itself says that no query sees a later key; a mask may say so too."""
+        ...
+
+    @property
+    def device(self) -> Any: ...
+
+    @property
+    def dtype(self) -> Any:
+        """Dtype of the weights: float32, or float64 where the model runs in it."""
+        ...
+
+    def first_bad_row(self) -> int | None:
+        """The first query position with NaN or infinity in what was recorded, or None."""
+        ...
 
 
 @dataclass(eq=False)
 class Trace:
-    """What the model returned, and its attention calls in order."""
+    """What the model returned, and its attention calls in order.  Knows no framework: the calls do."""
 
     model: str
     """The model's class, for messages."""
     config: Any = field(default=None, repr=False)
     """The model's configuration, where it has one."""
     output: Any = field(default=None, repr=False)
-    ops: list[TorchAttention] = field(default_factory=list)
+    ops: list[Any] = field(default_factory=list)
+    """Each a `RecordedOp`."""
     unread: list[str] = field(default_factory=list)
     """Attention that was seen but cannot be read as (B, H, Q, T) maps."""
     starts: list[int] = field(default_factory=list, repr=False)
     """For each call of the model, how many operators there were before it."""
-    valid: Tensor | None = field(default=None, repr=False)
+    calls: list[Any] = field(default_factory=list, repr=False)
+    """For each call of a PyTorch model, where its tokens stand in the sequence (`attrace.capture.steps.Call`)."""
+    valid: Array | None = field(default=None, repr=False)
     """(B, n), True at real tokens, where the call had an attention mask of that shape."""
+    masks: dict[str, Array] = field(default_factory=dict, repr=False)
+    """The same for streams besides the main one."""
 
+    generated: bool = False
+    """Assembled from the calls of one generation: the last token has no row."""
+    main: str = "tokens"
+    """The name of the main stream of tokens."""
+    flow: StreamGraph | None = field(default=None, repr=False)
+    """Which states of which streams the calls read and make, where the model may have several streams."""
     values: bool = False
     """Recorded with values, and with the attention blocks where the family is known."""
     family: str = ""
     """The model's configured type, for messages."""
 
-    def begin(self, attention_mask: Any) -> None:
+    def begin(self, attention_mask: Any, call: Any = None) -> None:
         """Note that the model is called (the recorder does)."""
         self.starts.append(len(self.ops))
-        two_d = isinstance(attention_mask, Tensor) and attention_mask.ndim == 2
-        self.valid = attention_mask.detach().bool() if two_d else None
+        if call is not None:
+            self.calls.append(call)
+        self.valid = attention_mask != 0 if getattr(attention_mask, "ndim", None) == 2 else None
 
     def check(self) -> None:
         """CaptureError unless attention was seen and all of it can be read."""
@@ -83,22 +121,29 @@ class Trace:
     def rollout(
         self,
         *,
-        target: int | Sequence[int] | Tensor | NDArray[Any] | None = None,
-        source: int | Sequence[int] | None = None,
-        segments: Sequence[tuple[int, int]] | None = None,
+        target: Question | Array | None = None,
+        source: Question | None = None,
+        segments: Sequence[tuple[int, int]] | tuple[str, Sequence[tuple[int, int]]] | None = None,
         residual: float = 0.5,
         heads: Heads = "mean",
         discard: float = 0.0,
         layers: Sequence[int] | None = None,
         normalize: bool | None = None,
         tolerance: float = 0.0,
-    ) -> Tensor:
+    ) -> Array | dict[str, Array]:
         """Rollout of the recorded layers, streamed over blocks of rows (Abnar and Zuidema 2020, sec. 4).
 
         One question at a time: `target` is a token position -> its row (B, n), several positions -> (B, k, n), or
         a row to start from, (n,) or (B, n), as a float array -> (B, n).  `source` is a position -> its column
         (B, n), or several -> (B, k, n).  `segments` are (start, stop) token ranges -> (B, n, M), the share of
         each in every position.  None of them: the whole map (B, n, n).
+
+        Where attention joins several streams of tokens (an encoder and a decoder, images and text) the answer is
+        {stream: array}: of a target, where in each stream its mass ends; of a source, which positions of each
+        stream's last state hold some of it.  Name the stream in the question, target=("decoder_input_ids", 3);
+        otherwise it is that of the last call's queries for a target, of the first call's keys for a source.  A
+        cross-attention call keeps the share `residual` with its queries' stream and takes the rest from its keys'.
+        Over all streams a target's shares sum to one, less what sinks took.
 
         `normalize` divides each row of a layer by its own sum.  By default rows keep the sums that the model gave
         them, so that those which its own sinks left short stay short; where the fusion of heads or `discard` changed
@@ -107,7 +152,13 @@ class Trace:
 
         Raises InputError for an option out of range, CaptureError where the layers do not form one chain.
         """
-        ops = self._chain(layers)
+        whole = self.assembled()
+        if whole is not self:
+            return whole.rollout(
+                target=target, source=source, segments=segments, residual=residual, heads=heads, discard=discard,
+                layers=layers, normalize=normalize, tolerance=tolerance,
+            )  # fmt: skip
+        ops = self._chosen(layers)
         residual, discard, tolerance = (
             check_residual(residual),
             check_discard(discard),
@@ -121,38 +172,74 @@ class Trace:
         scaling: Scaling = "own" if changed else "none"
         if normalize is not None:
             scaling = "one" if normalize else "none"
-        mixing = Mixing(heads, residual, scaling, discard, self.valid)
-        start, ask, single = self._question(ops[-1], target, source, segments)
+        mixing = Mixing(heads, residual, scaling, discard, self.valid, self.valid)
+        if not self._is_chain():
+            from attrace.capture.streams import rollout_over_streams
+
+            mixing = replace(mixing, valid=None, valid_keys=None)
+            answers, ask, single = rollout_over_streams(
+                self, ops, mixing, self._question, target=target, source=source, segments=segments, tolerance=tolerance
+            )
+            found = {name: _finished(answer, ops[-1], ask, single) for name, answer in answers.items()}
+            return next(iter(found.values())) if len(self.streams) == 1 else found
+        start, ask, single = self._question(
+            ops[-1], ops[-1].shape[2], *(self._of_only_stream(asked) for asked in (target, source, segments))
+        )
         if ask == "target":
             answer = target_rows(ops, start, mixing, tolerance=tolerance)
         else:
             answer = source_columns(ops, start, mixing)
-        answer = answer.to(ops[-1].dtype)
-        if single:
-            return answer.squeeze(-1)
-        return answer.transpose(1, 2) if ask in ("target", "source") else answer
+        return _finished(answer, ops[-1], ask, single)
 
     def _question(
-        self, op: TorchAttention, target: Any, source: Any, segments: Any
-    ) -> tuple[Tensor, Literal["target", "source", "segments", "map"], bool]:
+        self, op: RecordedOp, n: int, target: Any, source: Any, segments: Any
+    ) -> tuple[Array, Literal["target", "source", "segments", "map"], bool]:
         """The vectors to start from, (B, n, M), which question they ask, and whether M is to be dropped.
 
-        What is carried from layer to layer is float64 where the device has it, for vectors; a whole map is float32.
+        `op` reads the stream that is asked about, of n tokens.  What is carried from layer to layer is float64 where
+        the device has it, for vectors; a whole map is float32.
         """
-        batch, _, n, _ = op.shape
-        whole = target is None and source is None and segments is None
-        wide = op.dtype if whole or op.device.type == "mps" else torch.float64
-        eye = torch.eye(n, dtype=wide, device=op.device).expand(batch, n, n)
-        if whole:
-            return eye, "map", False
+        batch = op.shape[0]
+        arrays = framework(op.vectors)
+        wide = arrays.double(op.device)
+
+        def ones_at(places: Sequence[Any]) -> Array:
+            start = arrays.xp.zeros((batch, n, len(places)), dtype=wide, device=op.device)
+            for column, place in enumerate(places):
+                start[:, place, column] = 1.0
+            return start
+
+        if target is None and source is None and segments is None:
+            eye = arrays.xp.eye(n, dtype=op.dtype, device=op.device)
+            return arrays.xp.broadcast_to(eye, (batch, n, n)), "map", False
         if segments is not None:
-            return _indicators(segments, eye), "segments", False
-        if isinstance(target, Tensor | np.ndarray) and torch.as_tensor(target).is_floating_point():
-            row = _start_row(torch.as_tensor(target), batch, n).to(op.device, wide)
-            return row[..., None], "target", True
+            return ones_at(_slices(segments, n)), "segments", False
+        if getattr(target, "ndim", 0) and framework_of(target) and dtype_name(target) in FLOATS:
+            row = _start_row(arrays.convert(target, wide, op.device), batch, n)
+            return arrays.xp.broadcast_to(row, (batch, n))[..., None], "target", True
         ask: Literal["target", "source"] = "target" if source is None else "source"
+        if self.generated and n in (target, source):
+            raise InputError(
+                f"Expected {ask} from {-n} to {n - 1}. Received: {n}, the last token of the generation: the model was "
+                f"never given it. Row {n - 1} is the one that predicted it."
+            )
         at, single = check_positions(ask, target if source is None else source, n)
-        return eye[..., at], ask, single
+        return ones_at(at), ask, single
+
+    def assembled(self, output: Any = None) -> Trace:
+        """The calls of one `generate()` as one run: one operator per layer, (B, H, n, n), n the tokens it was given.
+
+        Prompt rows come first, then one row for each new token but the last, which was never given to the model: the
+        row that predicted token p is p - 1.  Cross attention is (B, H, n, T).  Rows that no call computed are NaN in
+        `op.weights()`.  `output`, what generate returned, is needed after beam search (with
+        return_dict_in_generate=True, output_scores=True) and after assisted decoding; a trace of one call
+        is returned as it is.  CaptureError where the calls are not those of one generation.
+        """
+        if output is None and (not self.calls or self.starts == [0] or self.generated):
+            return self  # one call, and nothing that ran before it
+        from attrace.capture.generation import assembled
+
+        return assembled(self, output)
 
     def contributions(self) -> Trace:
         """The run with each attention block's contributions in the place of its maps: one head, rows sum to one.
@@ -162,32 +249,66 @@ class Trace:
         roll out with residual=0.0.  Needs `record(model, values=True)` and a known family; CaptureError
         otherwise.  Nothing is computed until it is asked for.
         """
+        self.check()
+        if self.ops[0].vectors != "torch":
+            raise CaptureError(
+                f"Expected a PyTorch model, for contributions. Received: {self.model}. Use the method rollout, "
+                "last-layer or leave-one-out."
+            )
+        if self.generated or len(self.calls) > 1:
+            raise CaptureError(
+                "Expected contributions of one call of the model. Received: those of a generation, which are not "
+                "supported yet. Use trace.rollout, or trace one pass over prompt and new tokens."
+            )
         from attrace.capture.torch_blocks import contributions_of
 
-        self.check()
-        ops: list[TorchAttention] = [contributions_of(op, self.family, values=self.values) for op in self.ops]
+        ops = [contributions_of(op, self.family, values=self.values) for op in self.ops]
         return replace(self, ops=ops, unread=[], starts=list(self.starts))
 
-    def _chain(self, layers: Sequence[int] | None) -> list[TorchAttention]:
+    @property
+    def streams(self) -> dict[str, int]:
+        """The token streams that attention reads, by name, with the number of tokens of each."""
+        from attrace.capture.streams import streams_of
+
+        self.check()
+        return streams_of(self).lengths()
+
+    def _chosen(self, layers: Sequence[int] | None) -> list[RecordedOp]:
         self.check()
         if len(self.starts) != 1:
             raise CaptureError(
                 f"Expected one call of {self.model} in the trace. Received: {len(self.starts)}. Trace each call alone."
             )
-        if getattr(self.config, "is_encoder_decoder", False):
-            raise CaptureError(
-                f"Expected a model with one stream of tokens. Received: {self.model}, an encoder and a decoder. "
-                "Rollout over two streams is not supported yet; the maps of each op are in trace.ops."
-            )
-        first = self.ops[0]
-        for op in self.ops:
-            if op.kind != "self" or op.shape[0] != first.shape[0] or op.shape[2] != first.shape[2]:
-                raise CaptureError(
-                    f"Expected self-attention over the same {first.shape[2]} tokens in every layer of {self.model}. "
-                    f"Received: {op.name} with (B, H, Q, T) = {op.shape}. Models with two streams or changing "
-                    "lengths are not supported yet."
-                )
         return [self.ops[i] for i in layer_indices(layers, len(self.ops))]
+
+    def _is_chain(self) -> bool:
+        """Whether all calls mix one stream with itself, at the same positions."""
+        names = {name for op in self.ops for name in joined_by(op)}
+        batch, _, n, _ = self.ops[0].shape
+        return (
+            len(names) == 1
+            and "+" not in next(iter(names))
+            and all(op.kind == "self" and (op.shape[0], *op.shape[2:]) == (batch, n, n) for op in self.ops)
+        )
+
+    def _of_only_stream(self, question: Any) -> Any:
+        """A question without the name of the model's one stream."""
+        if isinstance(question, tuple) and len(question) == 2 and isinstance(question[0], str):
+            if question[0] != (only := joined_by(self.ops[0])[0]):
+                raise InputError(
+                    f"Expected the one stream of {self.model}, {only!r}. Received: {question[0]!r}. "
+                    "Give the position alone."
+                )
+            return question[1]
+        return question
+
+
+def _finished(answer: Array, op: RecordedOp, ask: str, single: bool) -> Array:
+    """Vectors (B, n, M) in the form that was asked for."""
+    answer = framework(op.vectors).xp.astype(answer, op.dtype, copy=False)
+    if single:
+        return answer[..., 0]
+    return answer.swapaxes(1, 2) if ask in ("target", "source") else answer
 
 
 def layer_indices(layers: Sequence[int] | None, count: int) -> list[int]:
@@ -200,15 +321,13 @@ def layer_indices(layers: Sequence[int] | None, count: int) -> list[int]:
     return sorted(chosen)
 
 
-def _start_row(row: Tensor, batch: int, n: int) -> Tensor:
-    if row.shape not in ((n,), (batch, n)):
+def _start_row(row: Array, batch: int, n: int) -> Array:
+    if tuple(row.shape) not in ((n,), (batch, n)):
         raise ShapeError(f"Expected a row of shape ({n},) or ({batch}, {n}). Received: {tuple(row.shape)}.")
-    return row.expand(batch, n)
+    return row
 
 
-def _indicators(segments: Sequence[tuple[int, int]], eye: Tensor) -> Tensor:
-    """One column per segment, 1 at its tokens: (B, n, M)."""
-    n = eye.shape[-1]
+def _slices(segments: Sequence[tuple[int, int]], n: int) -> list[slice]:
     for start, stop in segments:
         if not 0 <= start < stop <= n:
             raise InputError(
@@ -216,4 +335,4 @@ def _indicators(segments: Sequence[tuple[int, int]], eye: Tensor) -> Tensor:
             )
     if not segments:
         raise InputError("Expected at least one segment. Received: none.")
-    return torch.stack([eye[..., a:b].sum(-1) for a, b in segments], dim=-1)
+    return [slice(start, stop) for start, stop in segments]

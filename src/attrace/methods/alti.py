@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from attrace.methods.rollout import collapse
+from attrace.ops.namespace import to_floats
 from attrace.types import Floats, Options, Progress, Scores, Subject
 
 
@@ -22,7 +23,7 @@ def alti(subject: Subject, options: Options, progress: Progress | None = None) -
 
     def ask(**question: object) -> Floats:
         answer = blocks.rollout(**question, residual=0.0, layers=options.layers)
-        values: Floats = answer[0].detach().double().cpu().numpy()
+        values = to_floats(answer[0])
         return values
 
     values = ask(target=subject.readout)

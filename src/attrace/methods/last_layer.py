@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from attrace.methods.rollout import missing_mass
-from attrace.types import Floats, Options, Progress, Scores, Subject
+from attrace.ops.namespace import to_floats
+from attrace.types import Options, Progress, Scores, Subject
 
 
 def last_layer(subject: Subject, options: Options, progress: Progress | None = None) -> Scores:
@@ -16,5 +17,5 @@ def last_layer(subject: Subject, options: Options, progress: Progress | None = N
     answer = subject.trace.rollout(
         target=subject.readout, heads=options.heads, residual=0.0, discard=options.discard, layers=[layer]
     )
-    values: Floats = answer[0].detach().double().cpu().numpy()
+    values = to_floats(answer[0])
     return Scores(values=values, sink_mass=missing_mass(values))

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from attrace.ops.namespace import to_floats
 from attrace.types import Floats, Options, Progress, Scores, Sink, Subject
 
 COLLAPSE = 0.9
@@ -60,5 +61,5 @@ def _ask(subject: Subject, options: Options, **question: object) -> Floats:
         discard=options.discard,
         layers=options.layers,
     )
-    values: Floats = answer[0].detach().double().cpu().numpy()
+    values = to_floats(answer[0])
     return values

@@ -12,7 +12,10 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import numpy as np
+
 from attrace.errors import InputError
+from attrace.types import Floats
 
 Name = Literal["numpy", "torch", "jax", "tensorflow"]
 
@@ -112,6 +115,25 @@ class Framework:
                 return sys.modules["jax"].device_put(x, next(iter(there)))
         return x  # TensorFlow copies by itself
 
+    def double(self, device: Any) -> Any:
+        """The dtype to add up in: float64, or float32 on a device that has none."""
+        return self.xp.float32 if getattr(device, "type", None) == "mps" else self.xp.float64
+
+    def convert(self, x: Any, dtype: Any, device: Any) -> Any:
+        """An array of any framework as one of this; in torch gradients flow."""
+        if self.name == "torch":
+            return sys.modules["torch"].as_tensor(x).to(device, dtype)
+        other = framework_of(x)
+        return self.xp.asarray(x if other is None else other.to_numpy(x), dtype=dtype)
+
+    def contract(self, fused: Any, x: Any) -> Any:
+        """(B, Q, T) maps times (B, T, M) vectors, exact over long sums, in the vectors' dtype."""
+        if self.name == "torch":
+            from attrace.ops.attention.rows import contract
+
+            return contract(fused, x.to(fused.dtype)).to(x.dtype)
+        return self.matmul(self.xp.astype(fused, x.dtype), x)
+
     def to_numpy(self, x: Any) -> Any:
         """A NumPy copy or view, for messages; half precision becomes float32."""
         x = self.xp.astype(x, getattr(self.xp, wide_dtype(dtype_name(x))))
@@ -129,27 +151,44 @@ def without_autocast(x: Any) -> Any:
     return nullcontext()
 
 
+def framework(name: Name) -> Framework:
+    """The framework of that name, which must be loaded."""
+    if name == "torch":
+        import array_api_compat.torch as torch_namespace
+
+        return Framework(name, torch_namespace)
+    if name == "numpy":
+        import array_api_compat.numpy as numpy_namespace
+
+        return Framework(name, numpy_namespace)
+    if name == "jax":
+        return Framework(name, sys.modules["jax"].numpy)
+    from attrace.ops import _tensorflow
+
+    return Framework(name, _tensorflow)
+
+
 def framework_of(x: Any) -> Framework | None:
     """The framework x belongs to, or None where x is not an array of one of the four."""
     torch: Any = sys.modules.get("torch")
     if torch is not None and isinstance(x, torch.Tensor):
-        import array_api_compat.torch as torch_namespace
-
-        return Framework("torch", torch_namespace)
+        return framework("torch")
     import array_api_compat
 
     if array_api_compat.is_numpy_array(x):
-        import array_api_compat.numpy as numpy_namespace
-
-        return Framework("numpy", numpy_namespace)
+        return framework("numpy")
     if array_api_compat.is_jax_array(x):
-        return Framework("jax", sys.modules["jax"].numpy)
+        return framework("jax")
     tensorflow: Any = sys.modules.get("tensorflow")
     if tensorflow is not None and isinstance(x, (tensorflow.Tensor, tensorflow.Variable)):
-        from attrace.ops import _tensorflow
-
-        return Framework("tensorflow", _tensorflow)
+        return framework("tensorflow")
     return None
+
+
+def to_floats(x: Any) -> Floats:
+    """An array of any framework as NumPy float64."""
+    found = framework_of(x)
+    return np.asarray(x if found is None else found.to_numpy(x), dtype=np.float64)
 
 
 def dtype_name(x: Any) -> str:

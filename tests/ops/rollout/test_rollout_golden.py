@@ -11,9 +11,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from calls import Call, vector
 
 import attrace
 from attrace.ops.rollout import naive, row_mass
+from attrace.ops.rollout.streamed import Mixing
+from attrace.ops.rollout.streams import in_order, source_shares, target_shares
 
 HERE = Path(__file__).resolve().parents[2] / "cases" / "golden.json"
 SHARED = [above / "shared" / "cases" / "golden.json" for above in Path(__file__).resolve().parents[4:6]]
@@ -161,6 +164,29 @@ def test_encoder_and_decoder_are_two_streams(name: str) -> None:
     np.testing.assert_allclose(from_decoder[0], case["expected"]["D_dec"], atol=case["tol"])
     np.testing.assert_allclose(from_encoder[0], case["expected"]["D_enc"], atol=case["tol"])
     np.testing.assert_allclose(from_decoder.sum(-1) + from_encoder.sum(-1), 1.0, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", TWO_STREAMS)
+@pytest.mark.parametrize("framework", ["numpy", "torch"])
+def test_streams_streamed(name: str, framework: str) -> None:
+    case = CASES[name]
+    calls = [Call("source", "source", np.array(m)[None, None]) for m in case["inputs"]["encoder_self"]]
+    for own, other in case["inputs"]["decoder_layers (self, cross)"]:
+        calls.append(Call("decoder", "decoder", np.array(own)[None, None]))
+        calls.append(Call("decoder", "source", np.array(other)[None, None]))
+    calls = [call.on(framework) for call in calls]
+    graph, steps = in_order(calls)
+    ops = dict(zip(steps, calls, strict=True))
+    last = graph.newest("decoder")
+    eye = vector(np.eye(2)[None], framework)
+    found = target_shares(graph, ops, last, eye, Mixing(scaling="one"))
+    np.testing.assert_allclose(np.asarray(found["decoder"])[0].T, case["expected"]["D_dec"], atol=case["tol"])
+    np.testing.assert_allclose(np.asarray(found["source"])[0].T, case["expected"]["D_enc"], atol=case["tol"])
+    tokens = len(case["expected"]["E"])
+    columns = source_shares(graph, ops, 0, vector(np.eye(tokens)[None], framework), Mixing(scaling="one"))
+    np.testing.assert_allclose(np.asarray(columns[last])[0], case["expected"]["D_enc"], atol=case["tol"])
+    at = graph.newest("source")
+    np.testing.assert_allclose(np.asarray(columns[at])[0], case["expected"]["E"], atol=case["tol"])
 
 
 @pytest.mark.parametrize("name", GRADIENTS)

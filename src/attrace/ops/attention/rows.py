@@ -41,6 +41,24 @@ def weight_rows(
 def _weight_rows(
     query: Tensor, key: Tensor, *, rows: Tensor | None, scale: float | None, bias: Tensor | None, causal: bool
 ) -> Tensor:
+    dtype, length = working_dtype(query.dtype), key.shape[2]
+    scores = score_rows(query, key, rows=rows, scale=scale)
+    if bias is not None:
+        one_for_all = bias.ndim < 2 or bias.shape[-2] == 1
+        block = bias if rows is None or one_for_all else bias.index_select(-2, rows)
+        scores = scores.masked_fill_(~block, -torch.inf) if block.dtype == torch.bool else scores.add_(block.to(dtype))
+    if causal:
+        at = torch.arange(query.shape[2], device=query.device) if rows is None else rows
+        later = torch.arange(length, device=query.device) > at[:, None]
+        scores.masked_fill_(later, -torch.inf)
+    weights = scores.softmax(-1)
+    if bias is not None:  # only a mask can leave a row with nothing to attend to
+        weights.masked_fill_((scores == -torch.inf).all(-1, keepdim=True), 0.0)
+    return weights
+
+
+def score_rows(query: Tensor, key: Tensor, *, rows: Tensor | None, scale: float | None = None) -> Tensor:
+    """The given query rows of scale Q K^T, before mask and softmax: (B, H, R, T), as in `weight_rows`."""
     dtype = working_dtype(query.dtype)
     if rows is not None:
         query = query.index_select(2, rows)
@@ -49,22 +67,10 @@ def _weight_rows(
     q = query.to(dtype) * (width**-0.5 if scale is None else scale)
     k = key.to(dtype)
     if groups == heads:
-        scores = q @ k.transpose(-1, -2)
-    else:  # grouped heads: the query heads of a group share one key head, which is never expanded
-        q = q.reshape(batch, groups, heads // groups * count, width)
-        scores = (q @ k.transpose(-1, -2)).reshape(batch, heads, count, length)
-    if bias is not None:
-        one_for_all = bias.ndim < 2 or bias.shape[-2] == 1
-        block = bias if rows is None or one_for_all else bias.index_select(-2, rows)
-        scores = scores.masked_fill_(~block, -torch.inf) if block.dtype == torch.bool else scores.add_(block.to(dtype))
-    if causal:
-        at = torch.arange(count, device=query.device) if rows is None else rows
-        later = torch.arange(length, device=query.device) > at[:, None]
-        scores.masked_fill_(later, -torch.inf)
-    weights = scores.softmax(-1)
-    if bias is not None:  # only a mask can leave a row with nothing to attend to
-        weights.masked_fill_((scores == -torch.inf).all(-1, keepdim=True), 0.0)
-    return weights
+        return q @ k.transpose(-1, -2)
+    # Grouped heads: the query heads of a group share one key head, which is never expanded.
+    q = q.reshape(batch, groups, heads // groups * count, width)
+    return (q @ k.transpose(-1, -2)).reshape(batch, heads, count, length)
 
 
 def blocks(rows: Tensor, elements_per_row: int) -> Iterator[Tensor]:

@@ -68,14 +68,11 @@ def fuse(heads_of_one: Floats, heads: Heads) -> Floats:
 
 
 def drop_smallest(fused: Floats, discard: float) -> Floats:
-    """Set the floor(discard * n * n) smallest cells of an (n, n) map to zero; of equals, the first in "
-    "reading order.
-    """
-    n = fused.shape[0]
-    count = math.floor(discard * n * n)
+    """Set the floor(discard * Q * T) smallest cells of a (Q, T) map to zero; of equals, the first in reading order."""
+    count = math.floor(discard * fused.size)
     kept = fused.copy().reshape(-1)
     kept[np.argsort(kept, kind="stable")[:count]] = 0.0
-    return kept.reshape(n, n)
+    return kept.reshape(fused.shape)
 
 
 def mix(fused: Floats, residual: float, normalize: bool) -> Floats:

@@ -24,6 +24,7 @@ from torch.overrides import enable_reentrant_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from attrace.capture.torch_blocks import BlockInputs
+from attrace.capture.torch_forms import Reading, read_map
 from attrace.capture.torch_ops import QueryKeyAttention, SoftmaxAttention, TorchAttention, version_of
 from attrace.capture.trace import Trace
 from attrace.errors import CaptureError
@@ -155,7 +156,8 @@ class Recorder(TorchDispatchMode):
         self._running = True
         self._pending.clear()
         given = named_arguments(model, args, kwargs)
-        self._batch = next((v.shape[0] for k in BATCHED if isinstance(v := given.get(k), Tensor) and v.ndim), None)
+        sizes = {v.shape[0] for k in BATCHED if isinstance(v := given.get(k), Tensor) and v.ndim}
+        self._batch = sizes.pop() if len(sizes) == 1 else None
         self._trace.begin(given.get("attention_mask"))
 
     def leave_model(self, _model: nn.Module, _args: Any, output: Any) -> None:
@@ -185,8 +187,7 @@ class Recorder(TorchDispatchMode):
         elif part == "softmax":
             self._softmax(args, out)
         elif self._pending and part == "product":
-            with enable_reentrant_dispatch():
-                self._product(args)
+            self._product(args)
         elif self._pending:
             self._carry(args, out)
         return out
@@ -197,12 +198,14 @@ class Recorder(TorchDispatchMode):
         bias = kwargs.get("attn_mask") if bias_at is None else args[bias_at]
         caller = self._caller()
         shape = (query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+        windows = self._windows(shape[0])
         self._record(
             QueryKeyAttention(
                 name=caller.name,
                 layer=len(self._trace.ops),
                 shape=shape,
-                kind=kind_of(caller, shape),
+                kind=kind_of(caller, shape, windows),
+                windows=windows,
                 value=value.detach() if self._values else None,
                 query=query.detach(),
                 key=key.detach(),
@@ -241,51 +244,41 @@ class Recorder(TorchDispatchMode):
                 twice = self._pending.get(storage_of(other)) is not None
                 for key in found.carriers:
                     self._pending.pop(key, None)
-                weights = None if other_way or twice else self._as_map(found, used.mT if turned else used)
-                if weights is None:
-                    shape = tuple(found.map.shape)
-                    why = "summed over its queries" if other_way else f"a map of shape {shape}"
-                    self._trace.unread.append(f"{found.caller.name} ({'multiplied with a map' if twice else why})")
+                written = version_of(found.map) != found.version
+                heads, batch = found.caller.heads, self._batch
+                read = None
+                if not (other_way or twice or written):
+                    with enable_reentrant_dispatch():  # so that detached tensors share their version counters
+                        used = used.detach()
+                    read = read_map(found.map, used.mT if turned else used, heads=heads, batch=batch)
+                if not isinstance(read, Reading):
+                    why = "summed over its queries" if other_way else read
+                    if twice or written:
+                        why = "multiplied with a map" if twice else "written to before it met its values"
+                    self._trace.unread.append(f"{found.caller.name} ({why})")
                     return
-                batch, heads, length, keys = weights.shape
-                value = (other.mT if turned else other).detach()
+                weights = read.weights
+                shape = (weights.shape[0], weights.shape[1], weights.shape[2], weights.shape[3])
+                windows = self._windows(shape[0])
                 self._record(
                     SoftmaxAttention(
                         name=found.caller.name,
                         layer=len(self._trace.ops),
-                        shape=(batch, heads, length, keys),
-                        kind=kind_of(found.caller, (batch, heads, length, keys)),
-                        value=value.reshape(batch, heads, keys, -1) if self._values else None,
+                        shape=shape,
+                        kind=kind_of(found.caller, shape, windows),
+                        windows=windows,
+                        value=read.value((other.mT if turned else other).detach()) if self._values else None,
                         map=weights,
-                        version=version_of(weights),
+                        source=found.map if read.source is found.map else used,
+                        version=version_of(found.map if read.source is found.map else used),
                     )
                 )
                 return
 
-    def _as_map(self, found: PendingSoftmax, used: Tensor) -> Tensor | None:
-        """The map that multiplied the values, (B, H, Q, T), before dropout; None where it has another form."""
-        length, keys = found.map.shape[-2:]
-        if used.shape[-2] != length or used.shape[-1] > keys or version_of(found.map) != found.version:
-            return None
-        axes = self._batch_and_heads(found)
-        if axes is None or used.numel() != axes[0] * axes[1] * length * used.shape[-1]:
-            return None
-        weights = found.map.reshape(*axes, length, keys)
-        as_used = used.detach().reshape(*axes, length, used.shape[-1])
-        if used.shape[-1] == keys and (same(weights, as_used) or is_dropout_of(weights, as_used)):
-            return weights
-        return as_used  # masked, cut (a sink) or scaled after the softmax: this is what the values saw
-
-    def _batch_and_heads(self, found: PendingSoftmax) -> tuple[int, int] | None:
-        """B and H of a softmax: (B, H, Q, T), or (B * H, Q, T)."""
-        shape, batch = found.map.shape, self._batch
-        if len(shape) == 4:
-            swapped = batch is not None and shape[0] != batch and shape[1] == batch
-            return None if swapped else (shape[0], shape[1])
-        heads = found.caller.heads
-        if len(shape) == 3 and heads is None and batch and shape[0] % batch == 0:
-            heads = shape[0] // batch
-        return (shape[0] // heads, heads) if len(shape) == 3 and heads and shape[0] % heads == 0 else None
+    def _windows(self, maps: int) -> int:
+        """Into how many windows each item of the batch is cut, where its windows lie in the batch axis."""
+        batch = self._batch
+        return maps // batch if batch and maps > batch and maps % batch == 0 else 1
 
     def _record(self, op: TorchAttention) -> None:
         if self._blocks is not None:
@@ -342,19 +335,6 @@ def named_arguments(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
     return {**bound, **kwargs}
 
 
-def same(map_: Tensor, used: Tensor) -> bool:
-    return torch.equal(map_.to(used.dtype), used)
-
-
-def is_dropout_of(map_: Tensor, used: Tensor) -> bool:
-    """Whether each entry is either dropped or scaled up by one factor, as inverted dropout does."""
-    kept = used != 0
-    if not bool(kept.any()):
-        return False
-    ratio = used[kept].float() / map_[kept].float()
-    return bool(ratio.min() > 1.0001) and bool(ratio.max() - ratio.min() < 0.02 * ratio.max())
-
-
 def heads_of(module: Any) -> int | None:
     """How many heads an attention module says it has."""
     found = (getattr(module, name, None) for name in HEAD_COUNTS)
@@ -373,8 +353,8 @@ def is_cross(local: Mapping[str, Any]) -> bool | None:
     return False if known else None
 
 
-def kind_of(caller: Caller, shape: tuple[int, int, int, int]) -> Literal["self", "cross"]:
-    cross = shape[2] != shape[3] if caller.cross is None else caller.cross
+def kind_of(caller: Caller, shape: tuple[int, int, int, int], windows: int) -> Literal["self", "cross"]:
+    cross = shape[2] != shape[3] and windows == 1 if caller.cross is None else caller.cross
     return "cross" if cross else "self"
 
 

@@ -1,0 +1,332 @@
+#!/usr/bin/env python3
+"""Which architectures of the installed transformers attrace reads, each measured on a tiny random model.
+
+    python scripts/coverage.py                                # all of them, two at a time
+    python scripts/coverage.py --only bert swin --json out.json
+    python scripts/coverage.py --json out.json --markdown docs/coverage.md
+
+A type is *covered* where the model's output is bit-identical with the recorder on, every map read equals independent
+evidence (see coverage_oracle.py) to 1e-5, and no attention call that the evidence shows is missing.  It is *refused*
+where attrace raises a CaptureError, with its reason; *wrong* where a map, a call or the output differs.  With
+--json a run that was cut off goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import resource
+import select
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+import coverage_oracle as oracle
+import tiny_inputs
+import tiny_models
+import torch
+from coverage_table import markdown
+from torch import Tensor, nn
+
+import attrace
+from attrace.errors import CaptureError
+
+TOLERANCE = 1e-5
+SECONDS = 90
+MEMORY = 10 << 30
+
+
+# One type
+
+
+def measure(model_type: str) -> dict[str, Any]:
+    """What attrace makes of one type: a record of plain values."""
+    config_class = tiny_models.CONFIG_MAPPING[model_type]
+    record: dict[str, Any] = {"type": model_type, "class": "", "status": "not buildable", "reason": ""}
+    try:
+        cls = tiny_models.class_of(model_type, config_class)
+        record["class"] = cls.__name__
+        configurations = list(tiny_models.configurations(model_type))
+    except Exception as error:
+        record["reason"] = tiny_models.first_line(error)
+        return record
+    reasons: list[str] = []
+    for config, backend in itertools.product(configurations, ("sdpa", "eager")):
+        try:
+            model = tiny_models.built(cls, config, backend)
+        except Exception as error:
+            reasons.append(tiny_models.first_line(error))
+            continue
+        batch, why = first_inputs(model_type, model)
+        if batch is None:
+            if record["status"] == "not buildable":
+                record.update(status="no inputs", reason=why)
+            reasons.append(why)
+            continue
+        record.update(backend=backend, inputs=sorted(batch), parameters=sum(p.numel() for p in model.parameters()))
+        return {**record, **judged(cls, config, model, batch)}
+    if record["status"] == "not buildable":
+        record["reason"] = reasons[0]
+    record["reasons"] = reasons
+    return record
+
+
+def first_inputs(model_type: str, model: nn.Module) -> tuple[dict[str, Any] | None, str]:
+    """The first inputs that the model runs on; or why the first ones failed."""
+    why: list[str] = []
+    start = time.monotonic()
+    for tried, batch in enumerate(tiny_inputs.candidates(model_type, model)):
+        if tried > 40 or time.monotonic() - start > 15:
+            break
+        for attempt in (batch, None):
+            if attempt is None:
+                attempt = tiny_inputs.with_placeholders(batch, model.config, why[-1])
+                if attempt is None:
+                    break
+            try:
+                with torch.no_grad():
+                    out = model(**attempt)
+                if any(not bool(t.isfinite().any()) for t in tensors(out) if t.is_floating_point() and t.numel()):
+                    raise ValueError("the output is not finite")
+                return attempt, ""
+            except Exception as error:
+                why.append(tiny_models.first_line(error))
+    return None, why[0] if why else "no inputs known"
+
+
+def tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        return [t for item in value for t in tensors(item)]
+    return []
+
+
+def identical(a: Any, b: Any) -> bool:
+    left, right = tensors(a), tensors(b)
+    return len(left) == len(right) and all(
+        x.shape == y.shape and bool(((x == y) | (x != x) & (y != y)).all()) for x, y in zip(left, right, strict=True)
+    )
+
+
+def judged(cls: Any, config: Any, model: nn.Module, batch: dict[str, Any]) -> dict[str, Any]:
+    """Run with and without the recorder, gather the evidence, compare."""
+    plain = []
+    for _ in range(2):
+        torch.manual_seed(11)
+        with torch.no_grad():
+            plain.append(model(**batch))
+    refusal = ""
+    torch.manual_seed(11)
+    with torch.no_grad(), attrace.record(model) as trace:
+        trace.output = model(**batch)
+    if identical(*plain) and not identical(plain[0], trace.output):
+        return {"status": "wrong", "reason": "the output differs with the recorder on"}
+    try:
+        trace.check()
+    except CaptureError as error:
+        refusal = " ".join(str(error).split())
+    here = oracle.run(model, batch)
+    there, own = None, []
+    try:
+        twin = tiny_models.built(cls, config, "eager")
+        twin.load_state_dict(model.state_dict())
+        there = oracle.run(twin, batch, output_attentions=True)
+        own = oracle.own_maps(there.output)
+    except Exception:  # no eager attention, or no weights returned: the other evidence stands
+        try:
+            there = oracle.run(twin, batch)
+        except Exception:
+            there = None
+    return compared(trace, refusal, here, there, own)
+
+
+# Comparing
+
+
+def compared(trace: Any, refusal: str, here: oracle.Evidence, there: Any, own: list[Tensor]) -> dict[str, Any]:
+    seen_products = [m for i, m in enumerate(here.softmaxes) if i in here.multiplied]
+    calls = len(here.probed) + len(here.modules) + len(seen_products)
+    if refusal and not calls and not own and not trace.unread:
+        return {"status": "no attention", "reason": "no softmax that multiplies values in this model"}
+    sources: list[tuple[str, list[Tensor]]] = [
+        ("own weights", own),
+        ("probing", here.probed),
+        ("own weights", here.modules),
+        ("softmax", seen_products),
+        ("softmax", [m for i, m in enumerate(here.softmaxes) if i not in here.multiplied]),
+        ("softmax of the eager run", there.softmaxes if there else []),
+    ]
+    used: set[tuple[int, int]] = set()
+    found: dict[str, int] = {}
+    wrong: list[str] = []
+    for op in trace.ops:
+        try:
+            weights = op.weights()
+        except Exception as error:
+            wrong.append(f"{op.name}: {tiny_models.first_line(error)}")
+            continue
+        label = ""
+        closest = float("inf")
+        for s, (name, maps) in enumerate(sources):
+            for m, reference in enumerate(maps):
+                if (s, m) in used:
+                    continue
+                gap = difference(weights, reference)
+                closest = min(closest, gap)
+                if gap <= TOLERANCE:
+                    used.add((s, m))
+                    label = label or name
+                    break
+        if label:
+            found[label] = found.get(label, 0) + 1
+        else:
+            wrong.append(f"{op.name} {op.shape}: differs by {closest:.2g}")
+    missed = [
+        f"{name} {tuple(maps[m].shape)}"
+        for s, (name, maps) in enumerate(sources)
+        if s in (1, 2, 3)
+        for m in range(len(maps))
+        if (s, m) not in used
+    ]
+    result: dict[str, Any] = {"ops": len(trace.ops), "evidence": found, "own": len(own)}
+    if wrong:
+        return {**result, "status": "wrong", "reason": "; ".join(wrong[:3]), "refusal": refusal}
+    if refusal:
+        return {**result, "status": "refused", "reason": refusal, "missed": missed[:4]}
+    if missed:
+        return {**result, "status": "wrong", "reason": "missed " + "; ".join(missed[:4])}
+    return {**result, "status": "covered", "kinds": sorted({op.kind for op in trace.ops})}
+
+
+def difference(weights: Tensor, reference: Tensor) -> float:
+    """The largest difference in rows that attend to anything; infinite where the shapes cannot be those of one map."""
+    batch, heads, queries, keys = weights.shape
+    live = weights.sum(-1) != 0
+    best = float("inf")
+    for cut in (slice(None), slice(0, keys), slice(1, None)):  # a sink's column comes first or last
+        ref = reference[..., cut]
+        if ref.shape[-1] != keys or ref.numel() != weights.numel():
+            continue
+        for laid in layouts(ref, (batch, heads, queries, keys)):
+            gap = (weights - laid.to(weights.dtype)).abs().amax(-1)
+            best = min(best, float(gap[live].max()) if bool(live.any()) else 0.0)
+            if best <= TOLERANCE:
+                return best
+    return best
+
+
+def layouts(ref: Tensor, shape: tuple[int, int, int, int]) -> Any:
+    """The ways in which a map may lie in (B, H, Q, T): as it is, or with blocks or windows among its leading axes."""
+    if tuple(ref.shape) == shape:
+        yield ref
+    elif ref.ndim == 3 and ref.shape[1:] == shape[2:]:
+        yield ref.reshape(shape)
+    elif ref.ndim >= 4 and ref.shape[-2:] == shape[2:] and ref.ndim > 4:
+        for order in itertools.permutations(range(ref.ndim - 2)):
+            yield ref.permute(*order, -2, -1).reshape(shape)
+    elif ref.ndim >= 5:
+        for order in itertools.permutations(range(ref.ndim - 1)):
+            yield ref.permute(*order, -1).reshape(shape)
+
+
+# All of them
+
+
+def in_child(model_type: str) -> tuple[int, int]:
+    """Measure in a process of its own, forked after the imports; its record comes back through a pipe."""
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid:
+        os.close(writing)
+        return pid, reading
+    os.close(reading)
+    code = 0
+    try:
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+        start = time.monotonic()
+        devnull = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(devnull, 1)
+        os.dup2(devnull, 2)
+        record = measure(model_type)
+        record["seconds"] = round(time.monotonic() - start, 1)
+        with os.fdopen(writing, "w") as pipe:
+            json.dump(record, pipe)
+    except BaseException as error:
+        code = 1
+        try:
+            os.write(writing, json.dumps({"type": model_type, "class": "", "status": "wrong",
+                                          "reason": "crash: " + tiny_models.first_line(error)}).encode())  # fmt: skip
+        except OSError:
+            pass
+    os._exit(code)
+
+
+def run_all(types: list[str], results: dict[str, Any], path: Path | None, jobs: int) -> None:
+    waiting, running = list(types), {}
+    while waiting or running:
+        while waiting and len(running) < jobs:
+            name = waiting.pop(0)
+            pid, reading = in_child(name)
+            running[reading] = [pid, name, time.monotonic(), b""]
+        ready = select.select(list(running), [], [], 1.0)[0]
+        for reading in list(running):
+            pid, name, start, data = running[reading]
+            ended = False
+            if reading in ready:
+                chunk = os.read(reading, 1 << 16)
+                running[reading][3] = data + chunk
+                ended = not chunk
+            if not ended and time.monotonic() - start > SECONDS:
+                os.kill(pid, signal.SIGKILL)
+                running[reading][3] = json.dumps(
+                    {"type": name, "class": "", "status": "no inputs", "reason": f"no result in {SECONDS} s"}
+                ).encode()
+                ended = True
+            if ended:
+                data = running.pop(reading)[3]
+                os.close(reading)
+                os.waitpid(pid, 0)
+                crash = {"type": name, "class": "", "status": "wrong", "reason": "the process ended"}
+                results[name] = json.loads(data) if data else crash
+                r = results[name]
+                print(f"{name:36s} {r['status']:14s} {r.get('seconds', 0):5} {r['reason'][:200]}", flush=True)
+                if path:
+                    path.write_text(json.dumps(results, indent=1))
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", metavar="TYPE", help="these model types, measured anew")
+    parser.add_argument("--json", type=Path, help="results file; what it holds is not measured again")
+    parser.add_argument("--again", nargs="+", metavar="STATUS", default=[], help="measure types of this status again")
+    parser.add_argument("--markdown", type=Path, help="write the table to this file")
+    parser.add_argument("--jobs", type=int, default=2)
+    options = parser.parse_args(argv)
+    results: dict[str, Any] = {}
+    if options.json and options.json.exists():
+        results = json.loads(options.json.read_text())
+    again = {t for t, r in results.items() if r["status"] in options.again}
+    types = options.only or [t for t in tiny_models.model_types() if t not in results or t in again]
+    unknown = [t for t in types if t not in tiny_models.CONFIG_MAPPING_NAMES]
+    if unknown:
+        parser.error(f"Expected model types of transformers. Received: {', '.join(unknown)}.")
+    run_all(types, results, options.json, options.jobs)
+    counts: dict[str, int] = {}
+    for r in results.values():
+        counts[r["status"]] = counts.get(r["status"], 0) + 1
+    print(", ".join(f"{n} {status}" for status, n in sorted(counts.items(), key=lambda c: -c[1])))
+    if options.markdown:
+        options.markdown.write_text(markdown(results))
+    return 1 if counts.get("wrong") else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -68,7 +68,7 @@ def measure(model_type: str) -> dict[str, Any]:
                 record.update(status="no inputs", reason=why)
             reasons.append(why)
             continue
-        record.update(backend=backend, inputs=sorted(batch), parameters=sum(p.numel() for p in model.parameters()))
+        record.update(reason="", backend=backend, inputs=sorted(batch), parameters=sum(p.numel() for p in model.parameters()))
         return {**record, **judged(cls, config, model, batch)}
     if record["status"] == "not buildable":
         record["reason"] = reasons[0]
@@ -81,11 +81,11 @@ def first_inputs(model_type: str, model: nn.Module) -> tuple[dict[str, Any] | No
     why: list[str] = []
     start = time.monotonic()
     for tried, batch in enumerate(tiny_inputs.candidates(model_type, model)):
-        if tried > 40 or time.monotonic() - start > 15:
+        if tried > 60 or time.monotonic() - start > 15:
             break
         for attempt in (batch, None):
             if attempt is None:
-                attempt = tiny_inputs.with_placeholders(batch, model.config, why[-1])
+                attempt = tiny_inputs.with_placeholders(batch, model, why[-1])
                 if attempt is None:
                     break
             try:

@@ -70,13 +70,12 @@ def candidates(model_type: str, model: Any) -> Iterator[Batch]:
     needed = {n for n, p in names.items() if p.default is inspect.Parameter.empty and p.kind == p.POSITIONAL_OR_KEYWORD}
     text = _text(names, config, g)
     others = list(_others(names, needed, config, g, model))
-    for other in others:
-        for words in text:
-            yield {**words, **other}
-    for other in others:
-        yield dict(other)
-    for words in text:
-        yield dict(words)
+    both = [{**words, **other} for other in others for words in text]
+    yield from both[:24]
+    yield from (dict(other) for other in others[:16])
+    yield from (dict(words) for words in text)
+    yield from both[24:]
+    yield from others[16:]
 
 
 def _text(names: Any, config: Any, g: torch.Generator) -> list[Batch]:
@@ -131,7 +130,8 @@ def _packed(names: Any, config: Any, g: torch.Generator) -> Iterator[Batch]:
     merge = merge if isinstance(merge, int) else 2
     patch = patch if isinstance(patch, int) else patch[-1]
     for t in ([frames, 1] if frames != 1 else [1]):
-        grid = torch.tensor([[1, 2 * merge, 2 * merge], [1, 2 * merge, 4 * merge]])
+        heights = [2 * merge, 2 * merge] if "input_ids" in names else [2 * merge, 4 * merge]
+        grid = torch.tensor([[1, heights[0], 2 * merge], [1, heights[1], 2 * merge]])
         count = int(grid.prod(1).sum())
         flat = torch.randn(count, channels * t * patch * patch, generator=g)
         for name in ("pixel_values", "hidden_states"):
@@ -154,7 +154,7 @@ def _audio(names: Any, needed: set[str], config: Any, g: torch.Generator) -> Ite
         for steps in dict.fromkeys(lengths):
             masks: list[Batch] = [{}]
             for name in ("input_features_mask", "feature_attention_mask", "attention_mask"):
-                if name in names:
+                if name in names and not (name == "attention_mask" and "input_ids" in names):
                     masks.insert(0, {name: torch.ones(BATCH, steps, dtype=torch.long)})
             for mask in masks:
                 yield {"input_features": torch.randn(BATCH, mels, steps, generator=g), **mask}
@@ -227,8 +227,9 @@ def _series(names: Any, config: Any, g: torch.Generator) -> Iterator[Batch]:
 PLACEHOLDERS = re.compile(r"tokens?:? *=? *\D{0,12}(\d+).{0,40}?features?:? *=? *\D{0,12}(\d+)", re.S)
 
 
-def with_placeholders(batch: Batch, config: Any, message: str) -> Batch | None:
+def with_placeholders(batch: Batch, model: Any, message: str) -> Batch | None:
     """The batch with as many placeholder tokens as the model says that it has image (or sound) features."""
+    config, names = model.config, parameters_of(model)
     numbers = re.search(r"features?[^\d]*(\d+)", message)
     both = PLACEHOLDERS.search(message)
     if "input_ids" not in batch or not (numbers or both):
@@ -250,6 +251,7 @@ def with_placeholders(batch: Batch, config: Any, message: str) -> Batch | None:
     out = {**batch, "input_ids": ids}
     if "attention_mask" in out:
         out["attention_mask"] = torch.ones_like(ids)
-    if "token_type_ids" in out:
-        out["token_type_ids"] = (ids == marker).long()
+    for name in ("token_type_ids", "mm_token_type_ids"):
+        if name in names:
+            out[name] = (ids == marker).long()
     return out

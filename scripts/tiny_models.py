@@ -23,7 +23,7 @@ os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error", TOKENIZERS
 warnings.filterwarnings("ignore")
 
 import torch
-from tiny_models_table import CLASSES, GENTLE, OVERRIDES
+from tiny_models_table import CLASSES, GENTLE, OVERRIDES, WHOLE
 from torch import nn
 
 torch.set_num_threads(1)
@@ -94,12 +94,14 @@ def class_of(model_type: str, config_class: type) -> type[PreTrainedModel]:
             module = importlib.import_module(config_class.__module__.replace("configuration_", "modeling_"))
             cls = getattr(module, name)
         return cls
-    try:
-        module = importlib.import_module(config_class.__module__.replace("configuration_", "modeling_"))
-    except ModuleNotFoundError as error:
-        raise NotBuildable(f"no modelling file in PyTorch ({error.name})") from error
+    package = importlib.import_module(config_class.__module__.rpartition(".")[0])
+    files = sorted(Path(package.__path__[0]).glob("modeling_*.py"))
+    modules = [importlib.import_module(f"{package.__name__}.{file.stem}") for file in files]
+    if not modules:
+        raise NotBuildable("no modelling file of its own")
     found = [
         c
+        for module in modules
         for _, c in inspect.getmembers(module, inspect.isclass)
         if issubclass(c, PreTrainedModel) and c.__module__ == module.__name__ and c.config_class is config_class
         and "forward" in {k for m in c.__mro__ if m not in (nn.Module, PreTrainedModel) for k in vars(m)}
@@ -182,6 +184,7 @@ FIXED = {
     "ssm_state_size": 8, "mamba_n_groups": 1, "audio_vocab_size": 64, "num_position_embeddings": 64,
     "unpadded_vocab_size": 100, "max_source_positions": 64, "image_size": 32, "patch_size": 8, "rotary_dim": 8,
     "local_attention": 4, "sliding_window_size": 4, "num_codebooks": 2, "num_quantizers": 2, "n_codebooks": 2,
+    "num_pos_feats": 32, "n_groups": 1, "image_embedding_size": 4, "input_image_size": 32, "mask_input_channels": 4,
 }  # fmt: skip
 BY_LAYER = ("layer_types", "mlp_layer_types", "layers_block_type", "attention_types", "no_rope_layers", "moe_layers",
             "full_attn_idxs", "layer_type_list", "attn_type_list", "num_attention_heads_per_layer", "mlp_only_layers",
@@ -190,6 +193,9 @@ BY_LAYER = ("layer_types", "mlp_layer_types", "layers_block_type", "attention_ty
             "linear_attn_config", "sliding_windows", "moe_layer_freq", "compress_rates")  # fmt: skip
 GENTLE_NAMES = LAYERS | {n for n in FIXED if "vocab" in n or "expert" in n or n in ("codebook_size", "entity_vocab_size")}
 
+
+SECTIONED = re.compile(r"qwen2_vl|qwen2_5_vl|qwen2_5_omni|qwen3_omni|glm4v|glm46v|glmga|glm_image|glm_ocr|ernie4_5_vl")
+"""Types whose rotary sections have a default in the code, for their own head size."""
 
 FILLED = {
     "head_dim": 16, "num_key_value_heads": 2, "n_routed_experts": 4, "num_experts": 4, "num_local_experts": 4,
@@ -237,8 +243,11 @@ def shrink(config: PreTrainedConfig, *, gentle: bool = False, filled: bool = Fal
             new = type(value)(varied(value))
         if name.endswith("_token_id") and isinstance(value, list | tuple):
             new = [v if v < 128 else 101 for v in value]
-        elif isinstance(value, dict) and not gentle and "mrope_section" in str(value):
-            new = with_sections(value)
+        elif isinstance(value, dict) and not gentle and name == "rope_parameters":
+            if "mrope_section" in str(value) or SECTIONED.search(config.model_type):
+                new = with_sections(value)
+        if name == "embed_dim" and isinstance(given.get("num_heads"), list | tuple):
+            new = value if gentle else 8 * given["num_heads"][0]
         if new != value or name in BY_LAYER:
             small[name] = new
     return small
@@ -246,12 +255,12 @@ def shrink(config: PreTrainedConfig, *, gentle: bool = False, filled: bool = Fal
 
 def with_sections(rope: dict[str, Any]) -> dict[str, Any]:
     """Rotary sections for a head of 16: what they sum to is half of its rotated part."""
-    if "mrope_section" not in rope:
+    if any(isinstance(v, dict) for v in rope.values()):
         return {k: with_sections(v) if isinstance(v, dict) else v for k, v in rope.items()}
     half = int(16 * (rope.get("partial_rotary_factor") or 1.0)) // 2
     quarter = max(1, half // 4)
     sections = [half - 2 * quarter, quarter, quarter] if half > 2 else [1, 1, 0]
-    if len(rope["mrope_section"]) == 4:
+    if len(rope.get("mrope_section", ())) == 4:
         sections = [half - 3 * quarter, quarter, quarter, quarter]
     return {**rope, "mrope_section": sections}
 
@@ -272,24 +281,35 @@ def merged(settings: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
     return out
 
 
-def rebuilt(config: PreTrainedConfig, settings: dict[str, Any]) -> PreTrainedConfig:
-    """The configuration made anew with the given settings, so that what depends on them is derived again."""
+def rebuilt(config: PreTrainedConfig, settings: dict[str, Any], *, whole: bool = False) -> PreTrainedConfig:
+    """The configuration made anew with the given settings, so that what depends on them is derived again.
+
+    `whole` keeps what a parent configuration has set otherwise than this one's own defaults.
+    """
     derived = {"layer_types", "mlp_layer_types", "no_rope_layers", "layers_block_type", "moe_layers"}
     plain = {k: v for k, v in settings.items() if k not in derived}
-    for attempt in (settings, plain):
+    attempts = [settings, plain]
+    if whole:
+        kept_settings = {
+            k: v for k, v in config.to_diff_dict().items()
+            if k not in ("model_type", "transformers_version", "dtype", "architectures") and not isinstance(v, dict)
+        }  # fmt: skip
+        subs = {k: {} for k, v in vars(config).items() if isinstance(v, PreTrainedConfig)}
+        attempts = [{**kept_settings, **subs, **a} for a in attempts] + attempts
+    for attempt in attempts:
         try:
-            return type(config)(**_filled(config, attempt))
+            return type(config)(**_filled(config, attempt, whole))
         except Exception as error:
             kept = error
     raise NotBuildable(f"no small configuration: {first_line(kept)}")
 
 
-def _filled(config: PreTrainedConfig, settings: dict[str, Any]) -> dict[str, Any]:
+def _filled(config: PreTrainedConfig, settings: dict[str, Any], whole: bool) -> dict[str, Any]:
     out = {}
     for name, value in settings.items():
         sub = getattr(config, name, None)
         if isinstance(sub, PreTrainedConfig) and isinstance(value, dict):
-            made = rebuilt(sub, value)
+            made = rebuilt(sub, value, whole=whole)
             out[name] = made if not isinstance(sub, dict) else value
         else:
             out[name] = value
@@ -303,6 +323,8 @@ def configurations(model_type: str) -> Iterator[PreTrainedConfig]:
     base = config_class(**table.get("__base__", {}))
     extra = {k: v for k, v in table.items() if k != "__base__"}
     steps = [{"gentle": True}] if model_type in GENTLE else [{}, {"filled": True}, {"gentle": True}]
+    if model_type in WHOLE:
+        steps = [{}]
     kept: Exception | None = None
     made = 0
     seen: list[dict[str, Any]] = []
@@ -312,8 +334,10 @@ def configurations(model_type: str) -> Iterator[PreTrainedConfig]:
             continue
         seen.append(settings)
         try:
-            yield rebuilt(base, settings)
-            made += 1
+            for whole in (True,) if model_type in WHOLE else (False, True):
+                if not whole or any(isinstance(v, PreTrainedConfig) for v in vars(base).values()):
+                    yield rebuilt(base, settings, whole=whole)
+                    made += 1
         except NotBuildable as error:
             kept = error
     if not made and kept:

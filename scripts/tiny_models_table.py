@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-CLASSES: dict[str, str] = {}
+CLASSES: dict[str, str] = {
+    "musicgen": "MusicgenForConditionalGeneration",
+    "musicgen_melody": "MusicgenMelodyForConditionalGeneration",
+}
 """Types whose own auto mapping names no runnable base model."""
 
 GENTLE: set[str] = set()
@@ -27,6 +30,9 @@ def with_backbone(**settings: Any) -> dict[str, Any]:
     return {"__base__": {"backbone_config": settings, "backbone": None, "use_timm_backbone": False}}
 
 
+WHOLE: set[str] = set()
+"""Types whose parts must keep what the whole configuration has set in them."""
+
 OVERRIDES: dict[str, dict[str, Any]] = {
     "autoformer": SERIES,
     "informer": SERIES,
@@ -44,4 +50,18 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "dab-detr": with_backbone(**ONE_STAGE),
     "deformable_detr": with_backbone(**RESNET),
     "table-transformer": with_backbone(**ONE_STAGE),
+    "cohere_compass_text": {"layer_types": ["sliding_attention", "sliding_attention"]},
+    "cohere_compass": {"text_config": {"layer_types": ["sliding_attention", "sliding_attention"]}},
+    "recurrent_gemma": {"num_hidden_layers": 3},
+    "t5gemma2_text": {"dropout_rate": 0.0},
+    "t5gemma2_encoder": {"text_config": {"dropout_rate": 0.0}},
+    "t5gemma2_decoder": {"dropout_rate": 0.0},
+    "pix2struct_text_model": {"initializer_range": 0.02},
+    "qwen3_omni_moe_talker_text": {"shared_expert_intermediate_size": 64},
+    "dbrx": {"attn_config": {"rope_theta": 10000.0, "kv_n_heads": 2, "clip_qkv": 8.0}},
+    "gemma3n_text": {"num_kv_shared_layers": 0},
+    "chameleon": {"vocabulary_map": {"<image>": 100}},
+    "emu3": {"vocabulary_map": {"<image>": 100, "<|extra_200|>": 101}},
+    "moonshine_streaming": {"num_key_value_heads": 4},
+    "paligemma": {"text_config": {"num_key_value_heads": 4}},
 }

@@ -40,6 +40,8 @@ def read_map(softmax: Tensor, used: Tensor, *, heads: int | None, batch: int | N
     shape = tuple(softmax.shape)
     if used.shape[-2] != length or used.shape[-1] > keys or math.prod(used.shape[:-2]) != math.prod(shape[:-2]):
         return f"a map of shape {shape} that met its values as {tuple(used.shape)}"
+    if used.shape[-1] < keys - 1:
+        return f"a map of shape {shape} of which only {used.shape[-1]} columns met these values"
     found = axes_of(shape[:-2], heads, batch)
     if isinstance(found, str):
         return f"a map of shape {shape}{found}"

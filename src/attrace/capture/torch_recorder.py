@@ -51,10 +51,12 @@ CARRIERS = {
     aten.masked_fill.Tensor,
     aten.where.self,
     aten.nan_to_num.default,
+    aten.masked_fill_.Scalar,
+    aten.masked_fill_.Tensor,
 }
 # Arguments of a model's forward whose first axis is the batch.
 BATCHED = ("input_ids", "inputs_embeds", "attention_mask", "decoder_input_ids", "pixel_values", "input_features")
-HEAD_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "num_head", "nhead")
+HEAD_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "num_head", "nhead", "num_attn_heads")
 # Arguments of an attention module's forward that hold a second stream.
 SECOND_STREAMS = ("key_value_states", "encoder_hidden_states", "encoder_states", "memory")
 PRODUCTS = {aten.bmm.default, aten.baddbmm.default}
@@ -63,6 +65,7 @@ PARTS: dict[Any, str] = {
     **dict.fromkeys(SOFTMAX, "softmax"),
     **dict.fromkeys(PRODUCTS, "product"),
     **dict.fromkeys(CARRIERS, "carrier"),
+    aten.sum.dim_IntList: "sum",
 }
 
 
@@ -98,6 +101,26 @@ class PendingSoftmax:
     alive: list[Tensor] = field(default_factory=list)
 
 
+@dataclass
+class Weighted:
+    """Values that a softmax was multiplied with one by one, waiting to be summed over the keys."""
+
+    softmax: PendingSoftmax
+    weights: Tensor
+    """The softmax as it was broadcast."""
+    value: Tensor
+    product: Tensor
+
+    def is_read(self, dims: list[int]) -> bool:
+        """Whether the sum is A V of one stream of values: (..., Q, T, 1) times (..., 1, T, D), summed over T."""
+        shape, out = self.softmax.map.shape, self.product.shape
+        one_stream = self.value.ndim == self.product.ndim and (
+            self.value.shape[-3] == 1 or self.value.stride(-3) == 0 or shape[-2] == 1
+        )
+        by_keys = dims in ([-2], [len(out) - 2])
+        return one_stream and by_keys and tuple(self.weights.shape) == (*shape, 1) and out[:-1] == shape
+
+
 class Recorder(TorchDispatchMode):
     """Fills a trace while the model runs under it."""
 
@@ -110,7 +133,7 @@ class Recorder(TorchDispatchMode):
         self._names = {id(module): name or trace.model for name, module in modules.items()}
         self._running = False
         self._batch: int | None = None
-        self._pending: dict[int, PendingSoftmax] = {}
+        self._pending: dict[int, PendingSoftmax | Weighted] = {}
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -188,8 +211,10 @@ class Recorder(TorchDispatchMode):
             self._softmax(args, out)
         elif self._pending and part == "product":
             self._product(args)
+        elif self._pending and part == "sum":
+            self._sum(args, out)
         elif self._pending:
-            self._carry(args, out)
+            self._carry(func, args, out)
         return out
 
     def _fused(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -224,56 +249,94 @@ class Recorder(TorchDispatchMode):
             found.carriers[storage_of(out)] = is_transposed(out)
             self._pending[storage_of(out)] = found
 
-    def _carry(self, args: tuple[Any, ...], out: Any) -> None:
+    def _carry(self, func: Any, args: tuple[Any, ...], out: Any) -> None:
         result = out[0] if isinstance(out, tuple) else out
         for arg in args:
-            if isinstance(arg, Tensor) and (found := self._pending.get(storage_of(arg))):
-                if result.shape == arg.shape and storage_of(result) != storage_of(arg):
-                    turned = found.carriers[storage_of(arg)] ^ is_transposed(arg) ^ is_transposed(result)
-                    found.carriers[storage_of(result)] = turned
-                    found.alive.append(result)
-                    self._pending[storage_of(result)] = found
+            if not isinstance(arg, Tensor) or not (found := self._pending.get(storage_of(arg))):
+                continue
+            if isinstance(found, Weighted):
                 return
+            if storage_of(result) == storage_of(arg):  # masked in place: what the values meet is the map
+                found.version = version_of(found.map)
+            elif result.shape == arg.shape:
+                turned = found.carriers[storage_of(arg)] ^ is_transposed(arg) ^ is_transposed(result)
+                found.carriers[storage_of(result)] = turned
+                found.alive.append(result)
+                self._pending[storage_of(result)] = found
+            elif func is aten.mul.Tensor and arg.numel() == found.map.numel():
+                value = args[0] if arg is args[1] else args[1]
+                self._pending[storage_of(result)] = Weighted(found, arg, value, result)
+            return
+
+    def _sum(self, args: tuple[Any, ...], out: Tensor) -> None:
+        """A sum over the keys of values that a softmax weighed one by one."""
+        weighted = self._pending.get(storage_of(args[0]))
+        if not isinstance(weighted, Weighted):
+            return
+        found = weighted.softmax
+        if out.numel() * found.map.shape[-1] != weighted.product.numel():  # over something else than the keys
+            return
+        for key in (*found.carriers, storage_of(args[0])):
+            self._pending.pop(key, None)
+        shape = tuple(found.map.shape)
+        if args[0].shape != weighted.product.shape or not weighted.is_read(list(args[1])):
+            self._trace.unread.append(
+                f"{found.caller.name} (weights of shape {shape} that each query spends on values of its own: sampled "
+                "points or a window, not one stream of keys)"
+            )
+            return
+        with enable_reentrant_dispatch():
+            weights = weighted.weights.detach()
+        read = read_map(found.map, weights.reshape(-1, *shape[-2:]), heads=found.caller.heads, batch=self._batch)
+        value = weighted.value.expand(weighted.product.shape)[..., 0, :, :].reshape(-1, *weighted.product.shape[-2:])
+        self._read(found, read, weights, value)
 
     def _product(self, args: tuple[Any, ...]) -> None:
         """A batched product that takes a pending softmax from the left, A V, or turned from the right, V' A'."""
         left, right = args[-2:]
         for used, other, turned in ((left, right, False), (right, left, True)):
-            if found := self._pending.get(storage_of(used)):
-                other_way = found.carriers[storage_of(used)] ^ is_transposed(used) ^ turned
-                twice = self._pending.get(storage_of(other)) is not None
-                for key in found.carriers:
-                    self._pending.pop(key, None)
-                written = version_of(found.map) != found.version
-                heads, batch = found.caller.heads, self._batch
-                read = None
-                if not (other_way or twice or written):
-                    with enable_reentrant_dispatch():  # so that detached tensors share their version counters
-                        used = used.detach()
-                    read = read_map(found.map, used.mT if turned else used, heads=heads, batch=batch)
-                if not isinstance(read, Reading):
-                    why = "summed over its queries" if other_way else read
-                    if twice or written:
-                        why = "multiplied with a map" if twice else "written to before it met its values"
-                    self._trace.unread.append(f"{found.caller.name} ({why})")
-                    return
-                weights = read.weights
-                shape = (weights.shape[0], weights.shape[1], weights.shape[2], weights.shape[3])
-                windows = self._windows(shape[0])
-                self._record(
-                    SoftmaxAttention(
-                        name=found.caller.name,
-                        layer=len(self._trace.ops),
-                        shape=shape,
-                        kind=kind_of(found.caller, shape, windows),
-                        windows=windows,
-                        value=read.value((other.mT if turned else other).detach()) if self._values else None,
-                        map=weights,
-                        source=found.map if read.source is found.map else used,
-                        version=version_of(found.map if read.source is found.map else used),
-                    )
-                )
-                return
+            found = self._pending.get(storage_of(used))
+            if not isinstance(found, PendingSoftmax):
+                continue
+            other_way = found.carriers[storage_of(used)] ^ is_transposed(used) ^ turned
+            twice = isinstance(self._pending.get(storage_of(other)), PendingSoftmax)
+            for key in found.carriers:
+                self._pending.pop(key, None)
+            read: Reading | str
+            if other_way:
+                read = "summed over its queries"
+            elif twice:
+                read = "multiplied with a map"
+            elif version_of(found.map) != found.version:
+                read = "written to before it met its values"
+            else:
+                with enable_reentrant_dispatch():  # so that detached tensors share their version counters
+                    used = used.detach()
+                as_map = used.mT if turned else used
+                read = read_map(found.map, as_map, heads=found.caller.heads, batch=self._batch)
+            self._read(found, read, used, other.mT if turned else other)
+            return
+
+    def _read(self, found: PendingSoftmax, read: Reading | str, used: Tensor, value: Tensor) -> None:
+        if isinstance(read, str):
+            self._trace.unread.append(f"{found.caller.name} ({read})")
+            return
+        batch, heads, length, keys = read.weights.shape
+        windows = self._windows(batch)
+        source = found.map if read.source is found.map else used
+        self._record(
+            SoftmaxAttention(
+                name=found.caller.name,
+                layer=len(self._trace.ops),
+                shape=(batch, heads, length, keys),
+                kind=kind_of(found.caller, (batch, heads, length, keys), windows),
+                windows=windows,
+                value=read.value(value.detach()) if self._values else None,
+                map=read.weights,
+                source=source,
+                version=version_of(source),
+            )
+        )
 
     def _windows(self, maps: int) -> int:
         """Into how many windows each item of the batch is cut, where its windows lie in the batch axis."""

@@ -53,6 +53,10 @@ def watched(evidence: Evidence) -> Iterator[None]:
                 kept = out.detach().clone()
                 if isinstance(dim, int) and out.ndim >= 2:
                     kept = kept.movedim(dim, -1)
+                last = not isinstance(dim, int) or dim in (-1, out.ndim - 1)
+                if not last and out.shape[-1] == 1:  # a kernel that each position makes for itself, no map of tokens
+                    evidence.softmaxes.append(kept)
+                    return out
                 origin[out.untyped_storage().data_ptr()] = len(evidence.softmaxes)
                 alive.append(out)
                 evidence.softmaxes.append(kept)
@@ -99,6 +103,20 @@ def watched(evidence: Evidence) -> Iterator[None]:
 
         return run
 
+    def weighed(original: Any) -> Any:
+        """A product one by one, of a whole softmax with values that have more axes or other lengths."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            out = original(*args, **kwargs)
+            for arg in args[:2]:
+                if isinstance(arg, Tensor) and arg.ndim >= 3 and isinstance(out, Tensor) and out.shape != arg.shape:
+                    number = origin.get(arg.untyped_storage().data_ptr())
+                    if number is not None and arg.numel() == evidence.softmaxes[number].numel():
+                        evidence.multiplied.add(number)
+            return out
+
+        return run
+
     functional = nn.functional
     patch(nn.MultiheadAttention, "forward", multihead)
     for owner, name in ((functional, "softmax"), (torch, "softmax"), (Tensor, "softmax")):
@@ -106,6 +124,8 @@ def watched(evidence: Evidence) -> Iterator[None]:
     for owner, name in ((torch, "matmul"), (torch, "bmm"), (Tensor, "matmul"), (Tensor, "bmm"), (Tensor, "__matmul__"),
                         (torch, "einsum"), (torch, "baddbmm")):  # fmt: skip
         patch(owner, name, product)
+    for owner, name in ((torch, "mul"), (Tensor, "mul"), (Tensor, "__mul__"), (Tensor, "__rmul__")):
+        patch(owner, name, weighed)
     patch(functional, "scaled_dot_product_attention", fused)
     try:
         yield

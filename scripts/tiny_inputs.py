@@ -29,16 +29,16 @@ def setting(config: Any, *names: str, default: Any = None) -> Any:
 def vision_of(config: Any) -> Any:
     for name in ("vision_config", "image_config", "backbone_config", "visual_config", "image_encoder_config"):
         found = getattr(config, name, None)
-        if found is not None and not isinstance(found, dict):
-            return vision_of(found)
+        if found is not None and not isinstance(found, dict) and found is not config:
+            return vision_of(found) if type(found) is not type(config) else found
     return config
 
 
 def audio_of(config: Any) -> Any:
     for name in ("audio_config", "speech_config", "audio_encoder_config", "encoder_config"):
         found = getattr(config, name, None)
-        if found is not None and not isinstance(found, dict):
-            return audio_of(found)
+        if found is not None and not isinstance(found, dict) and found is not config:
+            return audio_of(found) if type(found) is not type(config) else found
     return config
 
 
@@ -88,6 +88,7 @@ def _text(names: Any, config: Any, g: torch.Generator) -> list[Batch]:
         plain["inputs_embeds"] = torch.randn(BATCH, LENGTH, setting(config, "hidden_size", "d_model"), generator=g)
     elif "hidden_states" in names:
         width = setting(config, "hidden_size", "d_model", "embed_dim", default=32)
+        width = width[0] if isinstance(width, list | tuple) else width
         plain["hidden_states"] = torch.randn(BATCH, LENGTH, width, generator=g)
     if "bbox" in names:
         plain["bbox"] = torch.randint(0, 30, (BATCH, LENGTH, 2), generator=g).repeat(1, 1, 2) + torch.tensor([0, 0, 9, 9])

@@ -307,7 +307,7 @@ def rebuilt(config: PreTrainedConfig, settings: dict[str, Any], *, whole: bool =
 def _filled(config: PreTrainedConfig, settings: dict[str, Any], whole: bool) -> dict[str, Any]:
     out = {}
     for name, value in settings.items():
-        sub = getattr(config, name, None)
+        sub = vars(config).get(name)
         if isinstance(sub, PreTrainedConfig) and isinstance(value, dict):
             made = rebuilt(sub, value, whole=whole)
             out[name] = made if not isinstance(sub, dict) else value

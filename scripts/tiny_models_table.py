@@ -25,6 +25,10 @@ RESNET = {
 ONE_STAGE = {**RESNET, "out_features": ["stage4"]}
 
 
+ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]}
+BY_KIND = {"full_attention": ROPE, "sliding_attention": ROPE}
+
+
 def with_backbone(**settings: Any) -> dict[str, Any]:
     """A convolutional backbone of the library in the place of one that would be fetched."""
     return {"__base__": {"backbone_config": settings, "backbone": None, "use_timm_backbone": False}}
@@ -50,8 +54,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "dab-detr": with_backbone(**ONE_STAGE),
     "deformable_detr": with_backbone(**RESNET),
     "table-transformer": with_backbone(**ONE_STAGE),
-    "cohere_compass_text": {"layer_types": ["sliding_attention", "sliding_attention"]},
-    "cohere_compass": {"text_config": {"layer_types": ["sliding_attention", "sliding_attention"]}},
+    "cohere_compass_text": {"rope_parameters": BY_KIND},
+    "cohere_compass": {"text_config": {"rope_parameters": BY_KIND}},
     "recurrent_gemma": {"num_hidden_layers": 3},
     "t5gemma2_text": {"dropout_rate": 0.0},
     "t5gemma2_encoder": {"text_config": {"dropout_rate": 0.0}},
@@ -64,4 +68,14 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "emu3": {"vocabulary_map": {"<image>": 100, "<|extra_200|>": 101}},
     "moonshine_streaming": {"num_key_value_heads": 4},
     "paligemma": {"text_config": {"num_key_value_heads": 4}},
+    "glm5_next_text": {"index_kpool": 2},
+    "glm5_next": {"text_config": {"index_kpool": 2}},
+    "qwen4_exp_text": {"indexer_budget": 8, "indexer_compress_ratio": 2},
+    "qwen4_exp": {"text_config": {"indexer_budget": 8, "indexer_compress_ratio": 2}},
+    "mamba2": {"num_heads": 8, "head_dim": 16},
+    "deepseek_ocr2": {"text_config": {"mlp_layer_types": ["dense", "sparse"]}},
+    "fun_asr_nano": {"adaptor_config": {"intermediate_size": 16}},
+    "molmo2": {"adapter_config": {"vision_feature_layer": [1, 0]}},
+    "sam2": {"vision_config": {"backbone_config": {"hidden_size": 96}}},
+    "sam2_video": {"vision_config": {"backbone_config": {"hidden_size": 96}}},
 }

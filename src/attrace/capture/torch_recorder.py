@@ -256,8 +256,9 @@ class Recorder(TorchDispatchMode):
                 continue
             if isinstance(found, Weighted):
                 return
-            if storage_of(result) == storage_of(arg):  # masked in place: what the values meet is the map
-                found.version = version_of(found.map)
+            if storage_of(result) == storage_of(arg):
+                if not found.map.is_inference():  # masked in place, which counts once this operator is done
+                    found.version += 1
             elif result.shape == arg.shape:
                 turned = found.carriers[storage_of(arg)] ^ is_transposed(arg) ^ is_transposed(result)
                 found.carriers[storage_of(result)] = turned

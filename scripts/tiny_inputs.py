@@ -91,7 +91,9 @@ def _text(names: Any, config: Any, g: torch.Generator) -> list[Batch]:
         width = width[0] if isinstance(width, list | tuple) else width
         plain["hidden_states"] = torch.randn(BATCH, LENGTH, width, generator=g)
     if "bbox" in names:
-        plain["bbox"] = torch.randint(0, 30, (BATCH, LENGTH, 2), generator=g).repeat(1, 1, 2) + torch.tensor([0, 0, 9, 9])
+        plain["bbox"] = torch.randint(0, 30, (BATCH, LENGTH, 2), generator=g).repeat(1, 1, 2) + torch.tensor(
+            [0, 0, 9, 9]
+        )
     if "decoder_input_ids" in names and "input_ids" in names:
         plain["decoder_input_ids"] = tokens(g, vocabulary, BATCH, TARGET)
     if "encoder_hidden_states" in names and names["encoder_hidden_states"].default is inspect.Parameter.empty:
@@ -130,7 +132,7 @@ def _packed(names: Any, config: Any, g: torch.Generator) -> Iterator[Batch]:
     merge = setting(vision, "spatial_merge_size", default=2)
     merge = merge if isinstance(merge, int) else 2
     patch = patch if isinstance(patch, int) else patch[-1]
-    for t in ([frames, 1] if frames != 1 else [1]):
+    for t in [frames, 1] if frames != 1 else [1]:
         heights = [2 * merge, 2 * merge] if "input_ids" in names else [2 * merge, 4 * merge]
         grid = torch.tensor([[1, heights[0], 2 * merge], [1, heights[1], 2 * merge]])
         count = int(grid.prod(1).sum())
@@ -195,7 +197,11 @@ def _others(names: Any, needed: set[str], config: Any, g: torch.Generator, model
         width = vision_of(config).patch_size ** 2 * 3 + 2 if hasattr(vision_of(config), "patch_size") else 770
         for w in (width, 770, 194):
             flat = torch.randn(BATCH, 6, w, generator=g)
-            flat[..., :2] = torch.stack(torch.meshgrid(torch.arange(1, 3), torch.arange(1, 4), indexing="ij"), -1).reshape(6, 2).float()
+            flat[..., :2] = (
+                torch.stack(torch.meshgrid(torch.arange(1, 3), torch.arange(1, 4), indexing="ij"), -1)
+                .reshape(6, 2)
+                .float()
+            )
             yield {"flattened_patches": flat}
             yield {"flattened_patches": flat, "decoder_input_ids": tokens(g, 100, BATCH, TARGET)}
     if "past_values" in names:
@@ -228,13 +234,16 @@ def _series(names: Any, config: Any, g: torch.Generator) -> Iterator[Batch]:
 PLACEHOLDERS = re.compile(r"tokens?:? *=? *\D{0,12}(\d+).{0,40}?features?:? *=? *\D{0,12}(\d+)", re.S)
 
 
-def with_placeholders(batch: Batch, model: Any, message: str) -> Batch | None:
-    """The batch with as many placeholder tokens as the model says that it has image (or sound) features."""
+def with_placeholders(batch: Batch, model: Any, message: str) -> list[Batch]:
+    """The batch with as many placeholder tokens as the model says that it has image (or sound) features.
+
+    Some models count the features' entries: then there are as many tokens as that by the width.
+    """
     config, names = model.config, parameters_of(model)
     numbers = re.search(r"features?[^\d]*(\d+)", message)
     both = PLACEHOLDERS.search(message)
     if "input_ids" not in batch or not (numbers or both):
-        return None
+        return []
     count = int(both.group(2)) if both else int(numbers.group(1))  # type: ignore[union-attr]
     marker = None
     for name in ("image_token_id", "image_token_index", "audio_token_id", "audio_token_index", "video_token_id"):
@@ -244,9 +253,14 @@ def with_placeholders(batch: Batch, model: Any, message: str) -> Batch | None:
         if isinstance(value, int) and any(k.startswith(wanted) or k == "input_values" for k in batch):
             marker = value
             break
-    if marker is None or count % BATCH or count > 4000:
-        return None
-    each = count // BATCH
+    if marker is None:
+        return []
+    width = setting(config, "hidden_size", "d_model", default=64)
+    counts = [count // width] if isinstance(width, int) and count >= 8 * width and count % width == 0 else []
+    return [_placed(batch, marker, c // BATCH, names) for c in (*counts, count) if c % BATCH == 0 and c <= 2000]
+
+
+def _placed(batch: Batch, marker: int, each: int, names: Any) -> Batch:
     words = tokens(torch.Generator().manual_seed(3), 90, BATCH, 5)
     ids = torch.cat([words[:, :2], torch.full((BATCH, each), marker), words[:, 2:]], 1)
     out = {**batch, "input_ids": ids}

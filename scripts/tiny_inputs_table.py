@@ -10,7 +10,6 @@ import torch
 Maker = Callable[[Any, Any, torch.Generator], Iterator[dict[str, Any]]]
 
 
-
 def _ids(g: torch.Generator, *shape: int, below: int = 90) -> torch.Tensor:
     return torch.randint(5, below, shape, generator=g)
 
@@ -209,7 +208,10 @@ def seggpt(model: Any, config: Any, g: torch.Generator) -> Iterator[dict[str, An
 
 def oneformer(model: Any, config: Any, g: torch.Generator) -> Iterator[dict[str, Any]]:
     for size in (64, 128, 256):
-        yield {"pixel_values": torch.randn(1, 3, size, size, generator=g), "task_inputs": _ids(g, 1, config.task_seq_len)}
+        yield {
+            "pixel_values": torch.randn(1, 3, size, size, generator=g),
+            "task_inputs": _ids(g, 1, config.task_seq_len),
+        }
 
 
 def tasks(model: Any, config: Any, g: torch.Generator) -> Iterator[dict[str, Any]]:

@@ -191,7 +191,9 @@ BY_LAYER = ("layer_types", "mlp_layer_types", "layers_block_type", "attention_ty
             "num_key_value_heads_per_layer", "layers_types", "hybrid_override_pattern", "indexer_types",
             "compress_ratios", "hybrid_layer_ids", "attention_layers", "rope_scaling_layers", "kv_source_layers",
             "linear_attn_config", "sliding_windows", "moe_layer_freq", "compress_rates")  # fmt: skip
-GENTLE_NAMES = LAYERS | {n for n in FIXED if "vocab" in n or "expert" in n or n in ("codebook_size", "entity_vocab_size")}
+GENTLE_NAMES = LAYERS | {
+    n for n in FIXED if "vocab" in n or "expert" in n or n in ("codebook_size", "entity_vocab_size")
+}
 
 
 SECTIONED = re.compile(r"qwen2_vl|qwen2_5_vl|qwen2_5_omni|qwen3_omni|glm4v|glm46v|glmga|glm_image|glm_ocr|ernie4_5_vl")
@@ -269,7 +271,7 @@ def varied(by_layer: Any) -> Any:
     """Two layers' entries, of different kinds where there are any, one with attention among them."""
     first = by_layer[0] if len(by_layer) else None
     others = [v for v in by_layer if v != first]
-    other = next((v for v in others if "full" in str(v) or "attention" == v), others[0] if others else first)
+    other = next((v for v in others if "full" in str(v) or v == "attention"), others[0] if others else first)
     return [first, other][: len(by_layer)]
 
 
@@ -367,9 +369,7 @@ def built(cls: type[PreTrainedModel], config: PreTrainedConfig, backend: str, se
             parameter.data.normal_(generator=generator).mul_(wide)
         elif not parameter.numel():
             pass
-        elif not bool(parameter.isfinite().all()) or float(parameter.detach().abs().max()) > 1e3:
-            parameter.data.normal_(generator=generator).mul_(0.2)
-        elif parameter.ndim and not bool(parameter.any()) and parameter.ndim != 1:
+        elif not bool(parameter.isfinite().all()) or float(parameter.detach().abs().max()) > 1e3 or (parameter.ndim and not bool(parameter.any()) and parameter.ndim != 1):
             parameter.data.normal_(generator=generator).mul_(0.2)
     return model.eval()
 

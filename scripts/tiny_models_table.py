@@ -78,4 +78,9 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "molmo2": {"adapter_config": {"vision_feature_layer": [1, 0]}},
     "sam2": {"vision_config": {"backbone_config": {"hidden_size": 96}}},
     "sam2_video": {"vision_config": {"backbone_config": {"hidden_size": 96}}},
-}
+    "swin": {"image_size": 32, "patch_size": 2, "embed_dim": 16, "depths": [2, 2], "num_heads": [2, 4], "window_size": 4},
+    "swinv2": {"image_size": 32, "patch_size": 2, "embed_dim": 16, "depths": [2, 2], "num_heads": [2, 4],
+               "window_size": 4},
+    "audio-spectrogram-transformer": {"max_length": 32, "num_mel_bins": 24},
+    "mllama_vision_model": {"intermediate_layers_indices": [0, 1], "vision_output_dim": 192},
+}  # fmt: skip

@@ -60,7 +60,9 @@ def test_values_follow_the_blocks() -> None:
         ((B, N, H, Q, D), None, "whose heads are not told by its module"),
     ],
 )
-def test_blocks_that_cannot_be_told_from_heads_are_an_error(shape: tuple[int, ...], heads: int | None, why: str) -> None:
+def test_blocks_that_cannot_be_told_from_heads_are_an_error(
+    shape: tuple[int, ...], heads: int | None, why: str
+) -> None:
     with pytest.raises(CaptureError, match=why):
         attrace.trace(Form(lambda x: scores(x) @ x, heads), torch.randn(shape))
 

@@ -3,11 +3,64 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import permutations
 
 import torch
 from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Caller:
+    """The module that makes a call, and what its arguments say of it."""
+
+    name: str
+    heads: int | None = None
+    cross: bool | None = None
+    """Whether keys come from another stream than queries; None where the arguments do not tell."""
+
+
+@dataclass
+class PendingSoftmax:
+    """A softmax that has not met its values yet, with the copies that keep its storages alive."""
+
+    map: Tensor
+    version: int
+    caller: Caller
+    carriers: dict[int, bool] = field(default_factory=dict)
+    """Storage -> whether keys and queries change places in it, compared with how it lies in memory."""
+    alive: list[Tensor] = field(default_factory=list)
+
+
+@dataclass
+class Weighted:
+    """Values that a softmax was multiplied with one by one, waiting to be summed over the keys."""
+
+    softmax: PendingSoftmax
+    weights: Tensor
+    """The softmax as it was broadcast."""
+    value: Tensor
+    product: Tensor
+
+    def is_read(self, dims: list[int]) -> bool:
+        """Whether the sum is A V of one stream of values: (..., Q, T, 1) times (..., 1, T, D), summed over T."""
+        shape, out = self.softmax.map.shape, self.product.shape
+        one_stream = self.value.ndim == self.product.ndim and (
+            self.value.shape[-3] == 1 or self.value.stride(-3) == 0 or shape[-2] == 1
+        )
+        by_keys = dims in ([-2], [len(out) - 2])
+        return one_stream and by_keys and tuple(self.weights.shape) == (*shape, 1) and out[:-1] == shape
+
+
+@dataclass
+class Rearranged:
+    """A softmax that was padded or joined with others before it met values."""
+
+    softmax: PendingSoftmax
+    copy: Tensor
+
+
+Pending = PendingSoftmax | Weighted | Rearranged
 
 
 @dataclass(frozen=True)

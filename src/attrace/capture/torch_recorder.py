@@ -13,7 +13,6 @@ import sys
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from functools import lru_cache
 from types import FrameType
 from typing import Any, Literal
@@ -24,7 +23,7 @@ from torch.overrides import enable_reentrant_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from attrace.capture.torch_blocks import BlockInputs
-from attrace.capture.torch_forms import Reading, read_map
+from attrace.capture.torch_forms import Caller, Pending, PendingSoftmax, Reading, Rearranged, Weighted, read_map
 from attrace.capture.torch_ops import QueryKeyAttention, SoftmaxAttention, TorchAttention, version_of
 from attrace.capture.trace import Trace
 from attrace.errors import CaptureError
@@ -56,6 +55,8 @@ CARRIERS = {
 }
 # Arguments of a model's forward whose first axis is the batch.
 BATCHED = ("input_ids", "inputs_embeds", "attention_mask", "decoder_input_ids", "pixel_values", "input_features")
+# Copies into another shape: a softmax that meets values after one of them is not followed, but not passed over either.
+REARRANGED = {aten.constant_pad_nd.default, aten.cat.default}
 HEAD_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "num_head", "nhead", "num_attn_heads")
 # Arguments of an attention module's forward that hold a second stream.
 SECOND_STREAMS = ("key_value_states", "encoder_hidden_states", "encoder_states", "memory")
@@ -64,7 +65,7 @@ PARTS: dict[Any, str] = {
     **dict.fromkeys(FUSED, "fused"),
     **dict.fromkeys(SOFTMAX, "softmax"),
     **dict.fromkeys(PRODUCTS, "product"),
-    **dict.fromkeys(CARRIERS, "carrier"),
+    **dict.fromkeys(CARRIERS | REARRANGED, "carrier"),
     aten.sum.dim_IntList: "sum",
 }
 
@@ -79,48 +80,6 @@ def is_transposed(tensor: Tensor) -> bool:
     return tensor.ndim > 1 and tensor.stride(-1) > tensor.stride(-2)
 
 
-@dataclass(frozen=True)
-class Caller:
-    """The module that makes a call, and what its arguments say of it."""
-
-    name: str
-    heads: int | None = None
-    cross: bool | None = None
-    """Whether keys come from another stream than queries; None where the arguments do not tell."""
-
-
-@dataclass
-class PendingSoftmax:
-    """A softmax that has not met its values yet, with the copies that keep its storages alive."""
-
-    map: Tensor
-    version: int
-    caller: Caller
-    carriers: dict[int, bool] = field(default_factory=dict)
-    """Storage -> whether keys and queries change places in it, compared with how it lies in memory."""
-    alive: list[Tensor] = field(default_factory=list)
-
-
-@dataclass
-class Weighted:
-    """Values that a softmax was multiplied with one by one, waiting to be summed over the keys."""
-
-    softmax: PendingSoftmax
-    weights: Tensor
-    """The softmax as it was broadcast."""
-    value: Tensor
-    product: Tensor
-
-    def is_read(self, dims: list[int]) -> bool:
-        """Whether the sum is A V of one stream of values: (..., Q, T, 1) times (..., 1, T, D), summed over T."""
-        shape, out = self.softmax.map.shape, self.product.shape
-        one_stream = self.value.ndim == self.product.ndim and (
-            self.value.shape[-3] == 1 or self.value.stride(-3) == 0 or shape[-2] == 1
-        )
-        by_keys = dims in ([-2], [len(out) - 2])
-        return one_stream and by_keys and tuple(self.weights.shape) == (*shape, 1) and out[:-1] == shape
-
-
 class Recorder(TorchDispatchMode):
     """Fills a trace while the model runs under it."""
 
@@ -133,7 +92,7 @@ class Recorder(TorchDispatchMode):
         self._names = {id(module): name or trace.model for name, module in modules.items()}
         self._running = False
         self._batch: int | None = None
-        self._pending: dict[int, PendingSoftmax | Weighted] = {}
+        self._pending: dict[int, Pending] = {}
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -251,10 +210,13 @@ class Recorder(TorchDispatchMode):
 
     def _carry(self, func: Any, args: tuple[Any, ...], out: Any) -> None:
         result = out[0] if isinstance(out, tuple) else out
-        for arg in args:
+        for arg in args[0] if func is aten.cat.default else args:
             if not isinstance(arg, Tensor) or not (found := self._pending.get(storage_of(arg))):
                 continue
-            if isinstance(found, Weighted):
+            if not isinstance(found, PendingSoftmax):
+                return
+            if func in REARRANGED:
+                self._pending[storage_of(result)] = Rearranged(found, result)
                 return
             if storage_of(result) == storage_of(arg):
                 if not found.map.is_inference():  # masked in place, which counts once this operator is done
@@ -297,6 +259,14 @@ class Recorder(TorchDispatchMode):
         left, right = args[-2:]
         for used, other, turned in ((left, right, False), (right, left, True)):
             found = self._pending.get(storage_of(used))
+            if isinstance(found, Rearranged):
+                found = found.softmax
+                for key in (*found.carriers, storage_of(used)):
+                    self._pending.pop(key, None)
+                self._read(
+                    found, f"a map of shape {tuple(found.map.shape)}, padded or joined before its values", used, used
+                )
+                return
             if not isinstance(found, PendingSoftmax):
                 continue
             other_way = found.carriers[storage_of(used)] ^ is_transposed(used) ^ turned
@@ -304,6 +274,7 @@ class Recorder(TorchDispatchMode):
             for key in found.carriers:
                 self._pending.pop(key, None)
             read: Reading | str
+            kept = used
             if other_way:
                 read = "summed over its queries"
             elif twice:
@@ -312,10 +283,10 @@ class Recorder(TorchDispatchMode):
                 read = "written to before it met its values"
             else:
                 with enable_reentrant_dispatch():  # so that detached tensors share their version counters
-                    used = used.detach()
-                as_map = used.mT if turned else used
+                    kept = used.detach()
+                as_map = kept.mT if turned else kept
                 read = read_map(found.map, as_map, heads=found.caller.heads, batch=self._batch)
-            self._read(found, read, used, other.mT if turned else other)
+            self._read(found, read, kept, other.mT if turned else other)
             return
 
     def _read(self, found: PendingSoftmax, read: Reading | str, used: Tensor, value: Tensor) -> None:

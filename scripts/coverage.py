@@ -14,6 +14,7 @@ where attrace raises a CaptureError, with its reason; *wrong* where a map, a cal
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import resource
@@ -57,11 +58,14 @@ def in_child(model_type: str) -> tuple[int, int]:
             json.dump(record, pipe)
     except BaseException as error:
         code = 1
-        try:
-            os.write(writing, json.dumps({"type": model_type, "class": "", "status": "wrong",
-                                          "reason": "crash: " + tiny_models.first_line(error)}).encode())  # fmt: skip
-        except OSError:
-            pass
+        crash = {
+            "type": model_type,
+            "class": "",
+            "status": "wrong",
+            "reason": f"crash: {tiny_models.first_line(error)}",
+        }
+        with contextlib.suppress(OSError):
+            os.write(writing, json.dumps(crash).encode())
     os._exit(code)
 
 

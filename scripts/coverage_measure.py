@@ -91,7 +91,7 @@ def tensors(value: Any) -> list[Tensor]:
 def identical(a: Any, b: Any) -> bool:
     left, right = tensors(a), tensors(b)
     return len(left) == len(right) and all(
-        x.shape == y.shape and bool(((x == y) | (x != x) & (y != y)).all()) for x, y in zip(left, right, strict=True)
+        x.shape == y.shape and torch.equal(x.nan_to_num(), y.nan_to_num()) for x, y in zip(left, right, strict=True)
     )
 
 

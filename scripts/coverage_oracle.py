@@ -83,9 +83,7 @@ def watched(evidence: Evidence) -> Iterator[None]:
                 length = key.shape[-2]
                 unit = torch.eye(length, dtype=value.dtype, device=value.device).expand(*value.shape[:-1], length)
                 quiet = {**kwargs, "dropout_p": 0.0}
-                evidence.probed.append(
-                    original(query, key, unit, *args[:1], **{k: v for k, v in quiet.items()}).detach()
-                )
+                evidence.probed.append(original(query, key, unit, *args[:1], **quiet).detach())
             finally:
                 busy[0] -= 1
             return out

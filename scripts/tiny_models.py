@@ -22,9 +22,9 @@ from typing import Any
 os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error", TOKENIZERS_PARALLELISM="false")
 warnings.filterwarnings("ignore")
 
-import torch
-from tiny_models_table import CLASSES, GENTLE, OVERRIDES, WHOLE
-from torch import nn
+import torch  # noqa: E402
+from tiny_models_table import CLASSES, GENTLE, OVERRIDES, WHOLE  # noqa: E402
+from torch import nn  # noqa: E402
 
 torch.set_num_threads(1)
 
@@ -51,10 +51,10 @@ def enable_torchvision() -> None:
 _operators = torch.library.Library("torchvision", "FRAGMENT")
 enable_torchvision()
 
-import transformers
-from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.models.auto import modeling_auto
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
+import transformers  # noqa: E402
+from transformers import PreTrainedConfig, PreTrainedModel  # noqa: E402
+from transformers.models.auto import modeling_auto  # noqa: E402
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES  # noqa: E402
 
 transformers.logging.set_verbosity_error()
 
@@ -62,7 +62,7 @@ MAX_PARAMETERS = 100_000_000
 """A model that stays larger than this is not built."""
 
 
-class NotBuildable(Exception):
+class NotBuildable(Exception):  # noqa: N818 (it is a result, not a fault)
     """No model of this type comes out of a configuration alone."""
 
 
@@ -174,7 +174,8 @@ FIXED = {
     "qk_head_dim": 32, "kv_lora_rank": 8, "q_lora_rank": 8, "o_lora_rank": 8, "index_n_heads": 2, "index_topk": 4,
     "n_routed_experts": 4, "num_experts": 4, "num_local_experts": 4, "moe_num_experts": 4, "num_experts_per_tok": 2,
     "num_experts_per_token": 2, "moe_topk": 2, "moe_k": 2, "n_group": 2, "topk_group": 1, "zero_expert_num": 2,
-    "top_k_experts": 2, "moe_top_k": 2, "num_expert_group": 2, "num_queries": 6, "num_query_tokens": 6, "num_latents": 6, "latent_query_num": 6,
+    "top_k_experts": 2, "moe_top_k": 2, "num_expert_group": 2, "num_queries": 6, "num_query_tokens": 6,
+    "num_latents": 6, "latent_query_num": 6,
     "resampler_n_latents": 6, "resampler_num_latents": 6, "sliding_window": 4, "first_k_dense_replace": 1,
     "num_bpe_labels": 50, "num_wordpiece_labels": 50, "entity_vocab_size": 50, "shape_vocab_size": 50,
     "pronunciation_vocab_size": 50, "text_encoder_vocab_size": 128, "codebook_size": 64, "num_labels": 2,
@@ -236,7 +237,7 @@ def shrink(config: PreTrainedConfig, *, gentle: bool = False, filled: bool = Fal
             elif name in HEADS:
                 new = min(value, 4)
             elif name in KEY_HEADS:
-                new = min(value, 4) if value == heads or value == 1 else 2
+                new = min(value, 4) if value in (heads, 1) else 2
             elif name in HEAD_WIDTHS:
                 new = min(value, 16)
             if name.endswith(("_token_id", "_token_index", "_id", "_token")) and value >= 128:
@@ -246,8 +247,8 @@ def shrink(config: PreTrainedConfig, *, gentle: bool = False, filled: bool = Fal
         if name.endswith("_token_id") and isinstance(value, list | tuple):
             new = [v if v < 128 else 101 for v in value]
         elif isinstance(value, dict) and not gentle and name == "rope_parameters":
-            if "mrope_section" in str(value) or SECTIONED.search(config.model_type):
-                new = with_sections(value)
+            sectioned = "mrope_section" in str(value) or SECTIONED.search(config.model_type)
+            new = with_sections(value) if sectioned else value
         if name == "embed_dim" and isinstance(given.get("num_heads"), list | tuple):
             new = value if gentle else 8 * given["num_heads"][0]
         if new != value or name in BY_LAYER:
@@ -369,7 +370,11 @@ def built(cls: type[PreTrainedModel], config: PreTrainedConfig, backend: str, se
             parameter.data.normal_(generator=generator).mul_(wide)
         elif not parameter.numel():
             pass
-        elif not bool(parameter.isfinite().all()) or float(parameter.detach().abs().max()) > 1e3 or (parameter.ndim and not bool(parameter.any()) and parameter.ndim != 1):
+        elif (
+            not bool(parameter.isfinite().all())
+            or float(parameter.detach().abs().max()) > 1e3
+            or (parameter.ndim and not bool(parameter.any()) and parameter.ndim != 1)
+        ):
             parameter.data.normal_(generator=generator).mul_(0.2)
     return model.eval()
 

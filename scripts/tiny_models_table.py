@@ -25,6 +25,14 @@ RESNET = {
 ONE_STAGE = {**RESNET, "out_features": ["stage4"]}
 
 
+SHIFTED = {
+    "image_size": 32,
+    "patch_size": 2,
+    "embed_dim": 16,
+    "depths": [2, 2],
+    "num_heads": [2, 4],
+    "window_size": 4,
+}
 ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]}
 BY_KIND = {"full_attention": ROPE, "sliding_attention": ROPE}
 
@@ -78,9 +86,12 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "molmo2": {"adapter_config": {"vision_feature_layer": [1, 0]}},
     "sam2": {"vision_config": {"backbone_config": {"hidden_size": 96}}},
     "sam2_video": {"vision_config": {"backbone_config": {"hidden_size": 96}}},
-    "swin": {"image_size": 32, "patch_size": 2, "embed_dim": 16, "depths": [2, 2], "num_heads": [2, 4], "window_size": 4},
-    "swinv2": {"image_size": 32, "patch_size": 2, "embed_dim": 16, "depths": [2, 2], "num_heads": [2, 4],
-               "window_size": 4},
+    "swin": SHIFTED,
+    "swinv2": SHIFTED,
     "audio-spectrogram-transformer": {"max_length": 32, "num_mel_bins": 24},
     "mllama_vision_model": {"intermediate_layers_indices": [0, 1], "vision_output_dim": 192},
+    "ernie4_5_vl_moe_text": {"hidden_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2},
+    "blip-2": {"text_config": {"model_type": "opt"}},
+    "chmv2": {"backbone_config": {"out_indices": [1, 1, 1, 1]}},
+    "llama4_vision_model": {"projector_input_dim": 64, "vision_output_dim": 64, "intermediate_size": 256},
 }  # fmt: skip

@@ -57,7 +57,7 @@ def test_values_follow_the_blocks() -> None:
     [
         ((B, H, H, Q, D), H, "several axes may be that of the 3 heads"),
         ((B, N, N, Q, D), H, "no axis is that of the 3 heads"),
-        ((B, N, H, Q, D), None, "whose heads are not told by its module"),
+        ((B, N, H, Q, D), None, "no axis is that of the unknown heads"),
     ],
 )
 def test_blocks_that_cannot_be_told_from_heads_are_an_error(
@@ -65,6 +65,26 @@ def test_blocks_that_cannot_be_told_from_heads_are_an_error(
 ) -> None:
     with pytest.raises(CaptureError, match=why):
         attrace.trace(Form(lambda x: scores(x) @ x, heads), torch.randn(shape))
+
+
+def test_blocks_behind_merged_heads() -> None:
+    x = torch.randn(B, H, N, Q, D)
+
+    def attend(x: Tensor) -> Tensor:
+        x = x.reshape(B * H, N, Q, D)
+        return scores(x) @ x
+
+    (op,) = attrace.trace(Form(attend), x).ops
+    assert (op.shape, op.windows) == ((B * N, H, Q, Q), N)
+    torch.testing.assert_close(op.weights(), scores(x).movedim(1, 2).reshape(B * N, H, Q, Q))
+
+
+def test_three_axes_are_one_head_where_they_are_the_batch() -> None:
+    for heads in (H, B, None):
+        (op,) = attrace.trace(Form(lambda x: scores(x) @ x, heads), torch.randn(B, Q, D)).ops
+        assert op.shape == (B, 1, Q, Q)
+    (op,) = attrace.trace(Form(lambda x: scores(x.flatten(0, 1)) @ x.flatten(0, 1)), torch.randn(B, H, Q, D)).ops
+    assert op.shape == (B, H, Q, Q)
 
 
 def test_windows_in_the_batch_axis_are_counted() -> None:
@@ -150,6 +170,21 @@ def test_values_of_each_querys_own_are_no_keys() -> None:
     # A gate is no attention: what it weighs is not summed over its entries.
     gated = Form(lambda x: scores(x) @ x + (x.softmax(-1)[..., None] * sampled[..., :1, :6]).sum(-1))
     assert len(attrace.trace(gated, x).ops) == 1
+
+
+@pytest.mark.parametrize("how", ["padded", "joined"])
+def test_a_map_rearranged_before_its_values_is_not_passed_over(how: str) -> None:
+    def attend(x: Tensor) -> Tensor:
+        whole = scores(x) @ x
+        band = scores(x[..., :4, :])
+        if how == "padded":
+            return whole + nn.functional.pad(band, (0, 1, 0, 1)) @ x
+        return whole + torch.cat([band, band[..., :1]], -1)[..., :1, :] @ x
+
+    with pytest.raises(
+        CaptureError, match=r"Form \(a map of shape \(2, 3, 4, 4\), padded or joined before its values\)"
+    ):
+        attrace.trace(Form(attend), torch.randn(B, H, Q, D))
 
 
 def test_reading_is_of_one_map() -> None:

@@ -118,21 +118,30 @@ def axes_of(
 ) -> tuple[tuple[int, ...], tuple[int, ...]] | str:
     """The leading axes, those that are merged taken apart, and their order with the heads last; or what is unclear."""
     if len(lead) == 1:
-        if heads is None and batch and lead[0] % batch == 0:
-            heads = lead[0] // batch
-        if not heads or lead[0] % heads:
-            return ", whose heads are not told by its module"
-        return (lead[0] // heads, heads), (0, 1)
+        return merged_axes(lead[0], heads, batch)
     if len(lead) == 2:
+        if batch and heads and lead[1] != heads and lead[0] == batch * heads:  # blocks behind merged heads
+            return (batch, heads, lead[1]), (0, 2, 1)
         if batch is not None and lead[0] != batch and lead[1] == batch and lead[1] != heads:
             return ", whose batch is not its first axis"
         return lead, (0, 1)
-    if heads is None:
-        return ", whose heads are not told by its module"
     places = [axis for axis in range(1, len(lead)) if lead[axis] == heads]
-    if len(places) != 1:
-        return f", of which {'no axis is' if not places else 'several axes may be'} that of the {heads} heads"
+    if heads is None or len(places) != 1:
+        return (
+            f", of which {'no axis is' if not places else 'several axes may be'} that of the {heads or 'unknown'} heads"
+        )
     return lead, (*(axis for axis in range(len(lead)) if axis != places[0]), places[0])
+
+
+def merged_axes(size: int, heads: int | None, batch: int | None) -> tuple[tuple[int, int], tuple[int, int]] | str:
+    """Batch and heads that share one axis: (B * H, Q, T)."""
+    if batch and size == batch:  # one head, whatever the module has elsewhere
+        heads = 1
+    elif heads is None and batch and size % batch == 0:
+        heads = size // batch
+    if not heads or size % heads:
+        return ", whose heads are not told by its module"
+    return (size // heads, heads), (0, 1)
 
 
 def moves(place: tuple[int, ...], lead: tuple[int, ...]) -> bool:

@@ -58,12 +58,15 @@ def in_child(model_type: str) -> tuple[int, int]:
             json.dump(record, pipe)
     except BaseException as error:
         code = 1
+        full = isinstance(error, MemoryError) or "allocate memory" in str(error)
         crash = {
             "type": model_type,
             "class": "",
             "status": "wrong",
             "reason": f"crash: {tiny_models.first_line(error)}",
         }
+        if full:
+            crash.update(status="no inputs", reason=f"takes more than {MEMORY >> 30} GB")
         with contextlib.suppress(OSError):
             os.write(writing, json.dumps(crash).encode())
     os._exit(code)

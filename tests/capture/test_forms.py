@@ -162,6 +162,23 @@ def test_a_sum_of_weighed_values_is_a_product() -> None:
     torch.testing.assert_close(op.weights(), scores(x))
 
 
+def test_one_query_whose_weights_stand_upright() -> None:
+    x = torch.randn(B, Q, D)
+    model = Form(lambda x: (x.sum(-1, keepdim=True) / D).softmax(1).transpose(1, 2) @ x, heads=None)
+    (op,) = attrace.trace(model, x).ops
+    assert op.shape == (B, 1, 1, Q)
+    torch.testing.assert_close(op.weights()[:, 0] @ x, model(x))
+
+    def written(x: Tensor) -> Tensor:
+        weights = (x.sum(-1, keepdim=True) / D).softmax(1)
+        out = weights.transpose(1, 2) @ x
+        weights.zero_()
+        return out
+
+    with pytest.raises(CaptureError, match="written to since"):
+        attrace.trace(Form(written, heads=None), x).ops[0].weights()
+
+
 def test_values_of_each_querys_own_are_no_keys() -> None:
     x = torch.randn(B, H, Q, D)
     sampled = torch.randn(B, H, Q, N, D)

@@ -54,7 +54,16 @@ CARRIERS = {
     aten.masked_fill_.Tensor,
 }
 # Arguments of a model's forward whose first axis is the batch.
-BATCHED = ("input_ids", "inputs_embeds", "attention_mask", "decoder_input_ids", "pixel_values", "input_features")
+BATCHED = (
+    "input_ids",
+    "inputs_embeds",
+    "attention_mask",
+    "decoder_input_ids",
+    "pixel_values",
+    "input_features",
+    "input_values",
+    "past_values",
+)
 # Copies into another shape: a softmax that meets values after one of them is not followed, but not passed over either.
 REARRANGED = {aten.constant_pad_nd.default, aten.cat.default}
 HEAD_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "num_head", "nhead", "num_attn_heads")
@@ -201,9 +210,12 @@ class Recorder(TorchDispatchMode):
 
     def _softmax(self, args: tuple[Any, ...], out: Tensor) -> None:
         dim = args[1]
-        if out.ndim >= 3 and dim in (-1, out.ndim - 1):
+        column = out.ndim == 3 and dim in (1, -2) and out.shape[0] == self._batch and out.shape[2] == 1
+        if out.ndim >= 3 and (dim in (-1, out.ndim - 1) or column):
             with enable_reentrant_dispatch():
                 kept = out.detach()
+                if column:  # one query for each item, its weights upright: (B, T, 1)
+                    kept = kept.transpose(1, 2)
             found = PendingSoftmax(kept, version_of(kept), self._caller())
             found.carriers[storage_of(out)] = is_transposed(out)
             self._pending[storage_of(out)] = found

@@ -26,13 +26,16 @@ with {versions}.
   evidence to 1e-5; no attention that the evidence shows is missing. *own weights*: the library's own under its eager
   attention. *probing*: each `scaled_dot_product_attention` called again with unit vectors for values. *softmax*: what a
   softmax of the run gave, for models whose library returns no weights and that call no fused attention.
+  That last one is the weakest: it does not come from a run of its own and cannot show that axes were told apart
+  rightly. {weak} of the covered types rest on it for some of their maps, {only} of them for all.
 * **refused**: `attrace.trace` raises a `CaptureError`; the reasons are below. Nothing is shown for such a model, also
   where only some of its layers cannot be read.
 * **wrong**: a map, a call or the output differs.
 * **no attention**: nothing in the model multiplies a softmax with values (convolutions, state spaces, codecs);
   `attrace.trace` says so in a `CaptureError`.
-* **no inputs**: it builds, but the script knows no inputs for it, or it takes too long. **not buildable**: no model
-  comes out of its configuration alone, or none that is small. Neither says anything about attrace.
+* **no inputs**: it builds, but the script knows no inputs for it, it takes too long, or two plain
+  runs differ. **not buildable**: no model comes out of its configuration alone, or none that is small.
+  Neither says anything about attrace.
 
 What was given is in the last column: a language model with images that could not be given any was measured on text
 alone, so its vision part was not seen there (most such parts have a row of their own). Inputs are short: sparse
@@ -56,7 +59,9 @@ def markdown(results: dict[str, Any]) -> str:
     built = [r for r in results.values() if r["status"] in ORDER[:4]]
     lines.append(f"| **measured** | **{len(built)}** | **{len({r['class'] for r in built})}** |")
     lines.append(f"| all | {len(results)} | |")
-    page = [INTRO.format(versions=versions, counts="\n".join(lines))]
+    shown = [set(r["evidence"]) for r in results.values() if r["status"] == "covered"]
+    weak, only = sum("softmax" in e for e in shown), sum(e == {"softmax"} for e in shown)
+    page = [INTRO.format(versions=versions, counts="\n".join(lines), weak=weak, only=only)]
     for status, title in (("wrong", "Wrong"), ("refused", "Refused"), ("no attention", "No attention")):
         rows = [(t, r) for t, r in sorted(results.items()) if r["status"] == status]
         if rows and status == "no attention":

@@ -49,7 +49,7 @@ def test_maps_that_cannot_be_read_are_an_error() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return (x @ x.transpose(-1, -2)).softmax(-1) @ x
 
-    with pytest.raises(CaptureError, match=r"Blocks \(a map of shape \(2, 3, 4, 5, 5\)\)"):
+    with pytest.raises(CaptureError, match=r"Blocks \(a map of shape \(2, 3, 4, 5, 5\), of which no axis"):
         attrace.trace(Blocks(), torch.randn(2, 3, 4, 5, 8))
 
 

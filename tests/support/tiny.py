@@ -37,6 +37,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "bert": ("BertForSequenceClassification", _BASE),
     "roberta": ("RobertaForMaskedLM", _BASE),
     "albert": ("AlbertForMaskedLM", {**_BASE, "embedding_size": 16}),
+    "xlm-roberta": ("XLMRobertaForMaskedLM", _BASE),
     "distilbert": (
         "DistilBertForSequenceClassification",
         {"vocab_size": 100, "dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 64},
@@ -65,6 +66,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", _GROUPED),
     "mistral": ("MistralForCausalLM", {**_GROUPED, "sliding_window": 3}),
     "qwen3": ("Qwen3ForCausalLM", {**_GROUPED, "head_dim": 8}),
+    "qwen2": ("Qwen2ForCausalLM", _GROUPED),
+    "phi3": ("Phi3ForCausalLM", {**_GROUPED, "pad_token_id": 0}),
+    "olmo": ("OlmoForCausalLM", _GROUPED),
+    "gemma3": ("Gemma3ForCausalLM", {**_GROUPED, "head_dim": 8, "sliding_window": 4}),
     "gemma2": (
         "Gemma2ForCausalLM",
         {**_GROUPED, "head_dim": 8, "sliding_window": 4, "attn_logit_softcapping": 5.0},
@@ -86,7 +91,7 @@ EAGER_ONLY = {"mpnet", "deberta-v2", "gemma2", "bloom", "gpt_oss", "xglm"}
 SINKS = {"gpt_oss"}
 POSITIONED = {"bert", "albert", "electra", "gpt2", "gpt2-classifier"}
 """Families with learned positions that take position_ids."""
-COUNTED = {"roberta", "distilbert", "mpnet", "deberta-v2", "xglm"}
+COUNTED = {"roberta", "xlm-roberta", "distilbert", "mpnet", "deberta-v2", "xglm"}
 """Families whose positions start at the padding or take no position_ids: padded on the left they answer otherwise."""
 CASES = [(f, b) for f in FAMILIES for b in ("sdpa", "eager") if b == "eager" or f not in EAGER_ONLY]
 

@@ -43,6 +43,9 @@ class TorchAttention:
     shape: tuple[int, int, int, int]
     kind: Literal["self", "cross"]
     """Whether keys and values come from the stream of the queries or from another one."""
+    windows: int = field(default=1, kw_only=True)
+    """W where each item of the batch is cut into W windows that attend within themselves: B of `shape` is then
+    items * W, and rows and columns count the tokens of one window."""
     value: Tensor | None = field(default=None, repr=False)
     """(B, K, T, Dv), kept only where the recorder was asked for it."""
     block: Block | None = field(default=None, repr=False)
@@ -258,8 +261,10 @@ class SoftmaxAttention(TorchAttention):
     """An unfused call: the softmax that the model itself computed, (B, H, Q, T)."""
 
     map: Tensor = field(kw_only=True, repr=False)
+    source: Tensor = field(kw_only=True, repr=False)
+    """The model's own tensor, which the map is a view or a copy of."""
     version: int = field(kw_only=True, repr=False)
-    """How often the map had been written to when the model computed it."""
+    """How often it had been written to when the model computed it."""
 
     @property
     def device(self) -> torch.device:
@@ -273,7 +278,7 @@ class SoftmaxAttention(TorchAttention):
         return _first(self.map.isnan().any(-1).any(1).any(0))
 
     def _rows(self, rows: Tensor) -> Tensor:
-        if version_of(self.map) != self.version:
+        if version_of(self.source) != self.version:
             raise CaptureError(
                 f"Expected the softmax of {self.name} as the model computed it. Received: one that was written to "
                 "since (dropout in place, for one). Put the model in evaluation mode, or use another backend."

@@ -13,7 +13,6 @@ import sys
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from functools import lru_cache
 from types import FrameType
 from typing import Any, ClassVar, Literal
@@ -27,6 +26,7 @@ from attrace.capture.registered import RegistryObserver
 from attrace.capture.registry import refuse_flex, watching
 from attrace.capture.steps import Call, KeyStore, below_compiler, call_of, joins_cache
 from attrace.capture.torch_blocks import BlockInputs
+from attrace.capture.torch_forms import Caller, Pending, PendingSoftmax, Reading, Rearranged, Weighted, read_map
 from attrace.capture.torch_ops import QueryKeyAttention, SoftmaxAttention, TorchAttention, version_of
 from attrace.capture.trace import Trace
 from attrace.errors import CaptureError
@@ -53,10 +53,23 @@ CARRIERS = {
     aten.masked_fill.Tensor,
     aten.where.self,
     aten.nan_to_num.default,
+    aten.masked_fill_.Scalar,
+    aten.masked_fill_.Tensor,
 }
 # Arguments of a model's forward whose first axis is the batch.
-BATCHED = ("input_ids", "inputs_embeds", "attention_mask", "decoder_input_ids", "pixel_values", "input_features")
-HEAD_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "num_head", "nhead")
+BATCHED = (
+    "input_ids",
+    "inputs_embeds",
+    "attention_mask",
+    "decoder_input_ids",
+    "pixel_values",
+    "input_features",
+    "input_values",
+    "past_values",
+)
+# Copies into another shape: a softmax that meets values after one of them is not followed, but not passed over either.
+REARRANGED = {aten.constant_pad_nd.default, aten.cat.default}
+HEAD_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "num_head", "nhead", "num_attn_heads")
 # Arguments of an attention module's forward that hold a second stream.
 SECOND_STREAMS = ("key_value_states", "encoder_hidden_states", "encoder_states", "memory")
 PRODUCTS = {aten.bmm.default, aten.baddbmm.default}
@@ -64,7 +77,8 @@ PARTS: dict[Any, str] = {
     **dict.fromkeys(FUSED, "fused"),
     **dict.fromkeys(SOFTMAX, "softmax"),
     **dict.fromkeys(PRODUCTS, "product"),
-    **dict.fromkeys(CARRIERS, "carrier"),
+    **dict.fromkeys(CARRIERS | REARRANGED, "carrier"),
+    aten.sum.dim_IntList: "sum",
 }
 
 
@@ -78,32 +92,8 @@ def is_transposed(tensor: Tensor) -> bool:
     return tensor.ndim > 1 and tensor.stride(-1) > tensor.stride(-2)
 
 
-@dataclass(frozen=True)
-class Caller:
-    """The module that makes a call, and what its arguments say of it."""
-
-    name: str
-    heads: int | None = None
-    cross: bool | None = None
-    """Whether keys come from another stream than queries; None where the arguments do not tell."""
-    queries: int | None = None
-    """How many tokens ask, where the heads of a group share the query axis of the call instead."""
-
-
 ANOTHER = Caller("")
 """Who calls where it is no module of the model."""
-
-
-@dataclass
-class PendingSoftmax:
-    """A softmax that has not met its values yet, with the copies that keep its storages alive."""
-
-    map: Tensor
-    version: int
-    caller: Caller
-    carriers: dict[int, bool] = field(default_factory=dict)
-    """Storage -> whether keys and queries change places in it, compared with how it lies in memory."""
-    alive: list[Tensor] = field(default_factory=list)
 
 
 class Recorder(TorchDispatchMode):
@@ -123,7 +113,7 @@ class Recorder(TorchDispatchMode):
         self._call = Call()
         self._keys = KeyStore()
         self._batch: int | None = None
-        self._pending: dict[int, PendingSoftmax] = {}
+        self._pending: dict[int, Pending] = {}
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -173,7 +163,8 @@ class Recorder(TorchDispatchMode):
         self._running = True
         self._pending.clear()
         given = named_arguments(model, args, kwargs)
-        self._batch = next((v.shape[0] for k in BATCHED if isinstance(v := given.get(k), Tensor) and v.ndim), None)
+        sizes = {v.shape[0] for k in BATCHED if isinstance(v := given.get(k), Tensor) and v.ndim}
+        self._batch = sizes.pop() if len(sizes) == 1 else None
         self._call = call_of(given, self._call)
         self._call.running = True
         self._trace.begin(given.get("attention_mask"), self._call)
@@ -211,10 +202,11 @@ class Recorder(TorchDispatchMode):
         elif part == "softmax":
             self._softmax(args, out)
         elif self._pending and part == "product":
-            with enable_reentrant_dispatch():
-                self._product(args)
+            self._product(args)
+        elif self._pending and part == "sum":
+            self._sum(args, out)
         elif self._pending:
-            self._carry(args, out)
+            self._carry(func, args, out)
         return out
 
     def _fused(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -229,12 +221,14 @@ class Recorder(TorchDispatchMode):
                 t if t is None or t.shape[1] == 1 else t.reshape(t.shape[0], -1, 1, t.shape[3]) for t in (query, bias)
             )
         shape = (query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+        windows = self._windows(shape[0])
         self._record(
             QueryKeyAttention(
                 name=caller.name,
                 layer=len(self._trace.ops),
                 shape=shape,
-                kind=self._kind_of(caller, shape),
+                kind=self._kind_of(caller, shape, windows),
+                windows=windows,
                 value=value.detach() if self._values else None,
                 query=query.detach(),
                 key=key.detach(),
@@ -246,85 +240,131 @@ class Recorder(TorchDispatchMode):
 
     def _softmax(self, args: tuple[Any, ...], out: Tensor) -> None:
         dim = args[1]
-        if out.ndim >= 3 and dim in (-1, out.ndim - 1) and (caller := self._caller()) is not ANOTHER:
+        column = out.ndim == 3 and dim in (1, -2) and out.shape[0] == self._batch and out.shape[2] == 1
+        if not (out.ndim >= 3 and (dim in (-1, out.ndim - 1) or column)):
+            return
+        if (caller := self._caller()) is not ANOTHER:
             with enable_reentrant_dispatch():
                 kept = out.detach()
+                if column:  # one query for each item, its weights upright: (B, T, 1)
+                    kept = kept.transpose(1, 2)
             if not self._running:  # nothing else clears what met no values
                 self._pending = {k: p for k, p in self._pending.items() if p.caller.name == caller.name}
             found = PendingSoftmax(kept, version_of(kept), caller)
             found.carriers[storage_of(out)] = is_transposed(out)
             self._pending[storage_of(out)] = found
 
-    def _carry(self, args: tuple[Any, ...], out: Any) -> None:
+    def _carry(self, func: Any, args: tuple[Any, ...], out: Any) -> None:
         result = out[0] if isinstance(out, tuple) else out
-        for arg in args:
-            if isinstance(arg, Tensor) and (found := self._pending.get(storage_of(arg))):
-                if result.shape == arg.shape and storage_of(result) != storage_of(arg):
-                    turned = found.carriers[storage_of(arg)] ^ is_transposed(arg) ^ is_transposed(result)
-                    found.carriers[storage_of(result)] = turned
-                    found.alive.append(result)
-                    self._pending[storage_of(result)] = found
+        for arg in args[0] if func is aten.cat.default else args:
+            if not isinstance(arg, Tensor) or not (found := self._pending.get(storage_of(arg))):
+                continue
+            if not isinstance(found, PendingSoftmax):
                 return
+            if func in REARRANGED:
+                self._pending[storage_of(result)] = Rearranged(found, result)
+                return
+            if storage_of(result) == storage_of(arg):
+                if not found.map.is_inference():  # masked in place, which counts once this operator is done
+                    found.version += 1
+            elif result.shape == arg.shape:
+                turned = found.carriers[storage_of(arg)] ^ is_transposed(arg) ^ is_transposed(result)
+                found.carriers[storage_of(result)] = turned
+                found.alive.append(result)
+                self._pending[storage_of(result)] = found
+            elif func is aten.mul.Tensor and arg.numel() == found.map.numel():
+                value = args[0] if arg is args[1] else args[1]
+                self._pending[storage_of(result)] = Weighted(found, arg, value, result)
+            return
+
+    def _sum(self, args: tuple[Any, ...], out: Tensor) -> None:
+        """A sum over the keys of values that a softmax weighed one by one."""
+        weighted = self._pending.get(storage_of(args[0]))
+        if not isinstance(weighted, Weighted):
+            return
+        found = weighted.softmax
+        if out.numel() * found.map.shape[-1] != weighted.product.numel():  # over something else than the keys
+            return
+        for key in (*found.carriers, storage_of(args[0])):
+            self._pending.pop(key, None)
+        shape = tuple(found.map.shape)
+        if args[0].shape != weighted.product.shape or not weighted.is_read(list(args[1])):
+            self._trace.unread.append(
+                f"{found.caller.name} (weights of shape {shape} that each query spends on values of its own: sampled "
+                "points or a window, not one stream of keys)"
+            )
+            return
+        with enable_reentrant_dispatch():
+            weights = weighted.weights.detach()
+        read = read_map(found.map, weights.reshape(-1, *shape[-2:]), heads=found.caller.heads, batch=self._batch)
+        value = weighted.value.expand(weighted.product.shape)[..., 0, :, :].reshape(-1, *weighted.product.shape[-2:])
+        self._read(found, read, weights, value)
 
     def _product(self, args: tuple[Any, ...]) -> None:
         """A batched product that takes a pending softmax from the left, A V, or turned from the right, V' A'."""
         left, right = args[-2:]
         for used, other, turned in ((left, right, False), (right, left, True)):
-            if found := self._pending.get(storage_of(used)):
-                other_way = found.carriers[storage_of(used)] ^ is_transposed(used) ^ turned
-                twice = self._pending.get(storage_of(other)) is not None
-                for key in found.carriers:
+            found = self._pending.get(storage_of(used))
+            if isinstance(found, Rearranged):
+                found = found.softmax
+                for key in (*found.carriers, storage_of(used)):
                     self._pending.pop(key, None)
-                weights = None if other_way or twice else self._as_map(found, used.mT if turned else used)
-                if weights is None:
-                    shape = tuple(found.map.shape)
-                    why = "summed over its queries" if other_way else f"a map of shape {shape}"
-                    self._trace.unread.append(f"{found.caller.name} ({'multiplied with a map' if twice else why})")
-                    return
-                batch, heads, length, keys = weights.shape
-                value = (other.mT if turned else other).detach()
-                self._record(
-                    SoftmaxAttention(
-                        name=found.caller.name,
-                        layer=len(self._trace.ops),
-                        shape=(batch, heads, length, keys),
-                        kind=self._kind_of(found.caller, (batch, heads, length, keys)),
-                        value=value.reshape(batch, heads, keys, -1) if self._values else None,
-                        map=weights,
-                        version=version_of(weights),
-                    )
+                self._read(
+                    found, f"a map of shape {tuple(found.map.shape)}, padded or joined before its values", used, used
                 )
                 return
+            if not isinstance(found, PendingSoftmax):
+                continue
+            other_way = found.carriers[storage_of(used)] ^ is_transposed(used) ^ turned
+            twice = isinstance(self._pending.get(storage_of(other)), PendingSoftmax)
+            for key in found.carriers:
+                self._pending.pop(key, None)
+            read: Reading | str
+            kept = used
+            if other_way:
+                read = "summed over its queries"
+            elif twice:
+                read = "multiplied with a map"
+            elif version_of(found.map) != found.version:
+                read = "written to before it met its values"
+            else:
+                with enable_reentrant_dispatch():  # so that detached tensors share their version counters
+                    kept = used.detach()
+                as_map = kept.mT if turned else kept
+                read = read_map(found.map, as_map, heads=found.caller.heads, batch=self._batch)
+            self._read(found, read, kept, other.mT if turned else other)
+            return
 
-    def _as_map(self, found: PendingSoftmax, used: Tensor) -> Tensor | None:
-        """The map that multiplied the values, (B, H, Q, T), before dropout; None where it has another form."""
-        length, keys = found.map.shape[-2:]
-        if used.shape[-2] != length or used.shape[-1] > keys or version_of(found.map) != found.version:
-            return None
-        axes = self._batch_and_heads(found)
-        if axes is None or used.numel() != axes[0] * axes[1] * length * used.shape[-1]:
-            return None
-        weights = found.map.reshape(*axes, length, keys)
-        as_used = used.detach().reshape(*axes, length, used.shape[-1])
-        if used.shape[-1] == keys and (same(weights, as_used) or is_dropout_of(weights, as_used)):
-            return weights
-        return as_used  # masked, cut (a sink) or scaled after the softmax: this is what the values saw
+    def _read(self, found: PendingSoftmax, read: Reading | str, used: Tensor, value: Tensor) -> None:
+        if isinstance(read, str):
+            self._trace.unread.append(f"{found.caller.name} ({read})")
+            return
+        batch, heads, length, keys = read.weights.shape
+        windows = self._windows(batch)
+        source = found.map if read.source is found.map else used
+        self._record(
+            SoftmaxAttention(
+                name=found.caller.name,
+                layer=len(self._trace.ops),
+                shape=(batch, heads, length, keys),
+                kind=self._kind_of(found.caller, (batch, heads, length, keys), windows),
+                windows=windows,
+                value=read.value(value.detach()) if self._values else None,
+                map=read.weights,
+                source=source,
+                version=version_of(source),
+            )
+        )
 
-    def _batch_and_heads(self, found: PendingSoftmax) -> tuple[int, int] | None:
-        """B and H of a softmax: (B, H, Q, T), or (B * H, Q, T)."""
-        shape, batch = found.map.shape, self._batch
-        if len(shape) == 4:
-            swapped = batch is not None and shape[0] != batch and shape[1] == batch
-            return None if swapped else (shape[0], shape[1])
-        heads = found.caller.heads
-        if len(shape) == 3 and heads is None and batch and shape[0] % batch == 0:
-            heads = shape[0] // batch
-        return (shape[0] // heads, heads) if len(shape) == 3 and heads and shape[0] % heads == 0 else None
+    def _windows(self, maps: int) -> int:
+        """Into how many windows each item of the batch is cut, where its windows lie in the batch axis."""
+        batch = self._batch
+        return maps // batch if batch and maps > batch and maps % batch == 0 else 1
 
-    def _kind_of(self, caller: Caller, shape: tuple[int, int, int, int]) -> Literal["self", "cross"]:
+    def _kind_of(self, caller: Caller, shape: tuple[int, int, int, int], windows: int = 1) -> Literal["self", "cross"]:
         if caller.cross is None and self._running and joins_cache(shape, self._call):
             return "self"
-        return kind_of(caller, shape)
+        return kind_of(caller, shape, windows)
 
     def _record(self, op: TorchAttention) -> None:
         if self._blocks is not None:
@@ -388,19 +428,6 @@ def named_arguments(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
     return {**bound, **kwargs}
 
 
-def same(map_: Tensor, used: Tensor) -> bool:
-    return torch.equal(map_.to(used.dtype), used)
-
-
-def is_dropout_of(map_: Tensor, used: Tensor) -> bool:
-    """Whether each entry is either dropped or scaled up by one factor, as inverted dropout does."""
-    kept = used != 0
-    if not bool(kept.any()):
-        return False
-    ratio = used[kept].float() / map_[kept].float()
-    return bool(ratio.min() > 1.0001) and bool(ratio.max() - ratio.min() < 0.02 * ratio.max())
-
-
 def heads_of(module: Any) -> int | None:
     """How many heads an attention module says it has."""
     found = (getattr(module, name, None) for name in HEAD_COUNTS)
@@ -419,8 +446,8 @@ def is_cross(local: Mapping[str, Any]) -> bool | None:
     return False if known else None
 
 
-def kind_of(caller: Caller, shape: tuple[int, int, int, int]) -> Literal["self", "cross"]:
-    cross = shape[2] != shape[3] if caller.cross is None else caller.cross
+def kind_of(caller: Caller, shape: tuple[int, int, int, int], windows: int) -> Literal["self", "cross"]:
+    cross = shape[2] != shape[3] and windows == 1 if caller.cross is None else caller.cross
     return "cross" if cross else "self"
 
 

@@ -20,6 +20,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from attrace.capture.torch_forms import Weighted
 from attrace.capture.torch_ops import TorchAttention
 from attrace.capture.torch_recorder import PARTS, GuardedRecorder, Recorder, modules_of, named_arguments, storage_of
 from attrace.ops.rollout.streams import StreamGraph
@@ -196,6 +197,8 @@ class StreamRecorder(Recorder):
         elif part == "product" and self._pending:
             left, right = args[-2:]
             ends = (left, right, None) if storage_of(left) in self._pending else (right, left, None)
+        elif part == "sum" and isinstance(weighted := self._pending.get(storage_of(args[0])), Weighted):
+            ends = weighted.weights, weighted.value, None
         out = super().__torch_dispatch__(func, types, args, kwargs)
         if len(self._trace.ops) > count and (new := [op for op in self._trace.ops[count:] if op.step is None]):
             self._join(new, ends or ends_among(args), out)

@@ -25,11 +25,8 @@ class Form:
         """(B, H, Q, T) of a map of these sizes, or why it has none.  `batch` and `heads` as far as they are known."""
         ordered = [sizes[axis] for axis in self.axes]
         lead, rest = ordered[: self.lead], ordered[self.lead :]
-        found: tuple[int, int] | None
-        if self.grouped and len(lead) > 1:
-            found = lead[0], prod(lead[1:])
-        else:
-            found = batch_and_heads(lead, batch, heads)
+        grouped = self.grouped and len(lead) > 1
+        found = (lead[0], prod(lead[1:])) if grouped else batch_and_heads(lead, batch, heads)
         if found is None:
             return f"a map of shape {sizes}"
         return *found, prod(rest[: self.queries]), prod(rest[self.queries :])

@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 import keras
 import numpy as np
+from keras.src.backend import in_symbolic_scope
 from numpy.typing import NDArray
 
 from attrace.capture.keras_forms import Form, einsum_form, matmul_form
@@ -67,6 +68,8 @@ class Recorder:
     # Which layer runs
 
     def enter(self, layer: Any, call: Call) -> bool:
+        if in_symbolic_scope():
+            return False
         if not self._stack:
             given = keras.tree.flatten(call)
             symbolic = any(isinstance(x, keras.KerasTensor) for x in given)
@@ -141,7 +144,7 @@ class Recorder:
             self._pending.append(Pending(held(output), self._name()))
 
     def product(self, call: Call, output: Any) -> None:
-        if not self._stack or not self._pending:
+        if not self._stack or not self._pending or not self._has_values(output):
             return
         args = [*call[0], *(call[1][k] for k in ("x1", "x2", "a", "b", "input", "mat2", "other") if k in call[1])]
         equation = args.pop(0) if isinstance(args[0], str) else None
@@ -234,6 +237,8 @@ class Recorder:
         self._trace.ops.append(op)
 
     def _has_values(self, output: Any) -> bool:
+        if in_symbolic_scope():  # a layer that is built during the call works out its shapes
+            return False
         framework = framework_of(output)
         if framework is None or framework.known(output):
             return True

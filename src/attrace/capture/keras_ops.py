@@ -31,7 +31,7 @@ def version_of(x: Array) -> int | None:
 def to_numpy(x: Array) -> NDArray[Any]:
     """The values as NumPy, half precision as float32."""
     framework = framework_of(x)
-    if framework is None or dtype_name(x) in ("bool", "float32", "float64"):
+    if framework is None or dtype_name(x) not in ("float16", "bfloat16"):
         return np.asarray(x.detach().cpu().numpy() if hasattr(x, "detach") else x)
     values: NDArray[Any] = framework.to_numpy(x)
     return values

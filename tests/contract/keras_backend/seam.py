@@ -120,7 +120,6 @@ def test_building_a_model_inside_the_block_is_no_call() -> None:
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # Keras' own, on PyTorch
 def test_what_is_compiled_says_what_to_do() -> None:
     built = model()
-    built.compile(run_eagerly=False, jit_compile=False)
     before = places()
     with attrace.record(built) as trace:
         built.predict(X, verbose=0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ import keras
 import numpy as np
 from numpy.typing import NDArray
 
+from attrace.capture.alignment import align
 from attrace.capture.keras_ops import to_numpy
 from attrace.errors import InputError, ModelError
 
@@ -166,33 +167,6 @@ def any_length(model: Any) -> bool:
     """Whether the model says that it takes texts of any length."""
     shapes = [x.shape for x in getattr(model, "inputs", None) or ()]
     return bool(shapes) and all(len(shape) < 2 or shape[1] is None for shape in shapes)
-
-
-def align(text: str, pieces: Sequence[str]) -> tuple[list[tuple[int, int]], int]:
-    """Where each piece stands in the text, (0, 0) where it stands for none; and how many are unknown.
-
-    Pieces follow each other in the text.  Marks of the tokenizer (##, Ġ, ▁) and case are passed over; what the
-    vocabulary does not know ([UNK]) stands for the word that is next.
-
-    >>> align("The cats sat", ["[CLS]", "the", "cat", "##s", "[UNK]", "[SEP]"])
-    ([(0, 0), (0, 3), (4, 7), (7, 8), (9, 12), (0, 0)], 1)
-    """
-    plain = "".join(c.lower() if len(c.lower()) == 1 else c for c in text)
-    places, cursor, unknown = [], 0, 0
-    for piece in pieces:
-        bare = piece.removeprefix("##").replace("Ġ", " ").replace("▁", " ").replace("Ċ", "\n").removesuffix("</w>")
-        wanted = bare.strip() or bare
-        low = "".join(c.lower() if len(c.lower()) == 1 else c for c in wanted)
-        at = plain.find(low, cursor) if low else -1
-        if piece.strip("[]<>").lower() in ("unk", "oov") and at < 0:
-            unknown += 1
-            word = re.compile(r"\w+|[^\w\s]+").search(text, cursor)
-            place = word.span() if word else (0, 0)
-        else:
-            place = (at, at + len(low)) if at >= 0 else (0, 0)
-        places.append(place)
-        cursor = max(cursor, place[1])
-    return places, unknown
 
 
 def without(encoding: KerasEncoding, kept: NDArray[np.bool_], *, pad: bool) -> Any:

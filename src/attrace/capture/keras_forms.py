@@ -55,8 +55,11 @@ def matmul_form(used: Shape, other: Shape) -> Form | str:
     return Form(tuple(range(count)), count - 2, 1, grouped=shared)
 
 
-def einsum_form(equation: str, which: int, used: Shape, other: Shape) -> Form | str:
-    """The form of operand number `which`; `used` and `other` are the sizes of the map and of the other operand."""
+def einsum_form(equation: str, which: int, used: Shape, other: Shape) -> Form | str | None:
+    """The form of operand number `which`; `used` and `other` are the sizes of the map and of the other operand.
+
+    None where the product is no attention: no axis of queries shares the values (experts weighted by a router).
+    """
     sizes = (used, other) if which == 0 else (other, used)
     operands, result = _letters(equation, sizes)
     mine, its = operands[which], operands[1 - which]
@@ -65,6 +68,8 @@ def einsum_form(equation: str, which: int, used: Shape, other: Shape) -> Form | 
     free = [c for c in mine if c not in its and c in result]
     if not keys or mine[-1] not in keys:
         return "summed over its queries"
+    if not free and len(shared) + len(keys) == len(mine):
+        return None
     extra = len(free) - len(keys)
     if not free or extra not in (0, 1) or len(shared) + len(keys) + len(free) != len(mine):
         return f"a map of shape {used} in the product {equation}"

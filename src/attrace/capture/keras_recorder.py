@@ -159,7 +159,8 @@ class Recorder:
                 self._pending.remove(softmax)
                 shapes = tuple(used.shape), tuple(other.shape)
                 form = matmul_form(*shapes) if equation is None else einsum_form(equation, which, *shapes)
-                self._map(weights, form)
+                if form is not None:
+                    self._map(weights, form)
                 return
 
     def fused(self, call: Call, output: Any) -> None:

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from attrace.capture.keras_forms import Form, einsum_form, matmul_form
 from attrace.capture.keras_ops import KerasFused, KerasMap, held, to_numpy
 from attrace.capture.keras_seam import Call, listening
+from attrace.capture.keras_streams import Frame, frame_of, joined
 from attrace.capture.numpy_ops import NumpyAttention
 from attrace.capture.trace import Trace
 from attrace.errors import CaptureError
@@ -61,7 +62,7 @@ class Recorder:
         self._trace = trace
         self._model = model
         self._own = {id(layer) for layer in model._flatten_layers()}
-        self._stack: list[tuple[Any, Call]] = []
+        self._stack: list[Frame] = []
         self._pending: list[Pending] = []
         self._batch: int | None = None
 
@@ -77,7 +78,7 @@ class Recorder:
                 return False
             if layer is self._model or not self._trace.starts:
                 self._begin(layer, call, given)
-        self._stack.append((layer, call))
+        self._stack.append(frame_of(layer, call, self._stack[-1] if self._stack else None))
         return True
 
     def _begin(self, layer: Any, call: Call, given: list[Any]) -> None:
@@ -112,19 +113,20 @@ class Recorder:
                 self._trace.unread.append(f"{softmax.name} (a softmax of shape {shape} that multiplies no values)")
         self._pending.clear()
 
-    def _owner(self) -> tuple[Any, Call]:
-        """The innermost layer that is more than a step of attention."""
-        whole = [entry for entry in self._stack if not isinstance(entry[0], INNER)]
-        return whole[-1] if whole else self._stack[-1]
+    def _owner(self) -> tuple[Frame, Frame | None]:
+        """The innermost layer that is more than a step of attention, and the one around it."""
+        whole = [frame for frame in self._stack if not isinstance(frame.layer, INNER)] or self._stack
+        return whole[-1], whole[-2] if len(whole) > 1 else None
 
     def _name(self) -> str:
-        names = [layer.name for layer, _ in self._stack if not isinstance(layer, INNER) and layer is not self._model]
+        layers = [frame.layer for frame in self._stack if not isinstance(frame.layer, INNER)]
+        names = [layer.name for layer in layers if layer is not self._model]
         return "/".join(names) or str(self._model.name)
 
     # What it calls
 
     def softmax(self, call: Call, output: Any) -> None:
-        if not self._stack or isinstance(self._stack[-1][0], OUTER) or len(output.shape) < 3:
+        if not self._stack or isinstance(self._stack[-1].layer, OUTER) or len(output.shape) < 3:
             return
         axis = next((call[1][k] for k in ("axis", "dim") if k in call[1]), call[0][1] if len(call[0]) > 1 else -1)
         if axis not in (None, -1, len(output.shape) - 1):
@@ -226,13 +228,17 @@ class Recorder:
         self._record(KerasMap(**self._where(found), map=weights, axes=form.axes))
 
     def _heads(self) -> int | None:
-        layer, _ = self._owner()
+        layer = self._owner()[0].layer
         found = (getattr(layer, name, None) for name in HEAD_COUNTS)
         return next((heads for heads in found if isinstance(heads, int) and heads > 0), None)
 
     def _where(self, shape: tuple[int, int, int, int]) -> dict[str, Any]:
-        kind: Literal["self", "cross"] = "cross" if is_cross(*self._owner(), shape) else "self"
-        return {"name": self._name(), "layer": len(self._trace.ops), "shape": shape, "kind": kind}
+        frame, outer = self._owner()
+        query, source, cross = query_and_source(named_arguments(frame.layer, frame.call), shape)
+        queries, keys = joined(frame, outer, query, source, cross=cross)
+        kind: Literal["self", "cross"] = "cross" if cross else "self"
+        where = {"name": self._name(), "layer": len(self._trace.ops), "shape": shape, "kind": kind}
+        return {**where, "queries": queries, "keys": keys}
 
     def _record(self, op: NumpyAttention) -> None:
         self._trace.ops.append(op)
@@ -276,19 +282,19 @@ def used_map(softmax: Array, used: Array) -> Array | None:
     return made if low > 1 else used
 
 
-def is_cross(layer: Any, call: Call, shape: tuple[int, int, int, int]) -> bool:
-    """Whether keys come from another stream than queries, by the arguments of the attention layer."""
-    given = named_arguments(layer, call)
+def query_and_source(given: dict[str, Any], shape: tuple[int, int, int, int]) -> tuple[Any, Any, bool]:
+    """The arguments of an attention layer that hold queries and keys, and whether these are of another stream."""
     query, sources = given.get("query"), [given[k] for k in ("key", "value") if given.get(k) is not None]
     listed = given.get("inputs")
     if isinstance(listed, list | tuple) and len(listed) > 1:
         query, sources = listed[0], list(listed[1:])
     if query is not None and sources:
-        return all(source is not query for source in sources)
-    known = [k for k in SECOND_STREAMS if k in given]
-    if any(hasattr(given[k], "shape") for k in known):
-        return True
-    return shape[2] != shape[3]
+        return query, sources[-1], all(source is not query for source in sources)
+    first = next((x for x in given.values() if hasattr(x, "shape")), None)
+    second = next((given[k] for k in SECOND_STREAMS if hasattr(given.get(k), "shape")), None)
+    if second is not None:
+        return first, second, True
+    return first, first, shape[2] != shape[3]
 
 
 def named_arguments(layer: Any, call: Call) -> dict[str, Any]:

@@ -34,6 +34,10 @@ class NumpyAttention:
     shape: tuple[int, int, int, int]
     kind: Literal["self", "cross"]
     """Whether keys and values come from the stream of the queries or from another one."""
+    queries: str = "tokens"
+    """The token stream of the queries, by name."""
+    keys: str = "tokens"
+    """The token stream of keys and values."""
 
     @property
     def heads(self) -> int:

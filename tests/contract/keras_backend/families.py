@@ -51,6 +51,12 @@ def test_kinds_and_rows(family: str) -> None:
     trace = attrace.trace(backbone(family), inputs(family))
     kinds = [op.kind for op in trace.ops]
     assert kinds == (["self"] * 2 + ["self", "cross"] * 2 if family in CROSSED else ["self"] * len(kinds))
+    above = {"whisper": "encoder_features"}.get(family, "encoder_token_ids")
+    own = {"vit": "images", "dinov2": "images", "deit": "tokens", "swin": "tokens"}.get(family, "token_ids")
+    below = [("decoder_token_ids", "decoder_token_ids"), ("decoder_token_ids", above)]
+    assert [(op.queries, op.keys) for op in trace.ops] == (
+        [(above, above)] * 2 + below * 2 if family in CROSSED else [(own, own)] * len(kinds)
+    )
     for op in trace.ops:
         sums = op.weights().sum(-1)
         if family in SINKS:

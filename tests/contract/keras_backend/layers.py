@@ -248,3 +248,41 @@ def test_axes_follow_from_the_product(order: str) -> None:
     (op,) = attrace.trace(Heads(), QUERY).ops
     assert op.shape == (B, 4, N, N)
     np.testing.assert_allclose(op.weights(), expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("policy", ["float32", "mixed_float16"])
+def test_streams_follow_from_the_graph_and_from_arguments(policy: str) -> None:
+    class Decoder(layers.Layer):
+        def __init__(self) -> None:
+            super().__init__(name="decoder", dtype=policy)
+            self.own = layers.MultiHeadAttention(2, 4, name="own", dtype=policy)
+            self.other = layers.MultiHeadAttention(2, 4, name="other", dtype=policy)
+
+        def build(self, x_shape: Any, memory_shape: Any) -> None:
+            self.own.build(x_shape, x_shape)
+            self.other.build(x_shape, memory_shape)
+
+        def call(self, x: Any, memory: Any) -> Any:
+            x = x + self.own(x, x)
+            return x + self.other(x, memory)
+
+    below, above = keras.Input((N, D), name="answer"), keras.Input((T, D), name="question")
+    mask = keras.Input((T,), name="question_mask", dtype="bool")
+    memory = layers.MultiHeadAttention(2, 4, name="encoder", dtype=policy)(above, above, attention_mask=mask[:, None])
+    x = layers.Dense(D, dtype=policy)(below) * 2.0
+    inner = keras.Model([below, above, mask], Decoder()(x, layers.LayerNormalization(dtype=policy)(memory + above)))
+    outputs = layers.Dense(2, dtype=policy)(inner([below, above, mask]))
+    given = {"answer": QUERY, "question": OTHER, "question_mask": np.ones((B, T), bool)}
+    expected = [("question", "question"), ("answer", "answer"), ("answer", "question")]
+    for model in (inner, keras.Model([below, above, mask], outputs)):
+        trace = attrace.trace(model, [given["answer"], given["question"], given["question_mask"]])
+        assert [(op.queries, op.keys) for op in trace.ops] == expected
+        assert [op.kind for op in trace.ops] == ["self", "self", "cross"]
+
+
+def test_a_shared_layer_is_told_apart_call_by_call() -> None:
+    first, second = keras.Input((N, D), name="first"), keras.Input((N, D), name="second")
+    shared = layers.MultiHeadAttention(2, 4, name="shared")
+    model = keras.Model([first, second], layers.Add()([shared(first, first), shared(second, second)]))
+    trace = attrace.trace(model, [QUERY, QUERY + 1])
+    assert [(op.queries, op.keys) for op in trace.ops] == [("first", "first"), ("second", "second")]

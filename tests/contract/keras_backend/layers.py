@@ -269,7 +269,7 @@ def test_streams_follow_from_the_graph_and_from_arguments(policy: str) -> None:
     below, above = keras.Input((N, D), name="answer"), keras.Input((T, D), name="question")
     mask = keras.Input((T,), name="question_mask", dtype="bool")
     memory = layers.MultiHeadAttention(2, 4, name="encoder", dtype=policy)(above, above, attention_mask=mask[:, None])
-    x = layers.Dense(D, dtype=policy)(below) * 2.0
+    x = ops.tanh(layers.Dense(D, dtype=policy)(below))
     inner = keras.Model([below, above, mask], Decoder()(x, layers.LayerNormalization(dtype=policy)(memory + above)))
     outputs = layers.Dense(2, dtype=policy)(inner([below, above, mask]))
     given = {"answer": QUERY, "question": OTHER, "question_mask": np.ones((B, T), bool)}

@@ -109,6 +109,7 @@ def encode(found: Reader, model: Any, text: str) -> KerasEncoding:
     ids = _ids(inputs)
     length = ids.shape[1]
     hidden = _hidden(inputs, ids)
+    full = not hidden.any()
     if any_length(model) and hidden.any() and _mask_of(inputs) is not None:
         keep = np.flatnonzero(~hidden)
         inputs = keras.tree.map_structure(lambda x: x[:, keep] if x.ndim > 1 and x.shape[1] == length else x, inputs)
@@ -121,6 +122,10 @@ def encode(found: Reader, model: Any, text: str) -> KerasEncoding:
     special = hidden | named | (listed & none)
     if special.all():
         raise InputError("Expected a text with at least one token. Received: none but special tokens.")
+    end = max(stop for _, stop in offsets)
+    note = None
+    if full and re.search(r"\w", text[end:]):
+        note = f"The processor gave {len(pieces)} tokens, up to {text[:end][-20:]!r}: what follows was not read."
     return KerasEncoding(
         text=text,
         inputs=inputs,
@@ -130,6 +135,7 @@ def encode(found: Reader, model: Any, text: str) -> KerasEncoding:
         special=special,
         unknown=unknown,
         hidden=hidden,
+        note=note,
     )
 
 

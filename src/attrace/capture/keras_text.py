@@ -47,6 +47,10 @@ class KerasSubject:
         return str(self.model.name)
 
     @property
+    def task(self) -> str:
+        return self.answer.task
+
+    @property
     def unit(self) -> str:
         """What `score` gives."""
         if self.answer.head == "regression":

@@ -50,6 +50,10 @@ class TextSubject:
         return self.loaded.name
 
     @property
+    def task(self) -> str:
+        return self.loaded.task
+
+    @property
     def width(self) -> int:
         """Of the vectors that contributions are made of."""
         return int(self.loaded.model.get_input_embeddings().embedding_dim)

@@ -221,6 +221,13 @@ def test_a_function_and_its_vocabulary() -> None:
     assert results[0].scores[1] == pytest.approx(own[0][pick] - own[1][pick], abs=1e-5)
 
 
+def test_what_the_processor_cut_off_is_told() -> None:
+    model, vectorize = functional(None, 2, length=4)
+    result = attrace.explain(model, TEXT, processor=vectorize)
+    assert [t.text for t in result.tokens] == ["The", "cats", "sat", "on"]
+    assert result.notes[0] == "The processor gave 4 tokens, up to 'The cats sat on': what follows was not read."
+
+
 def test_what_does_not_work_is_an_error(bert: tuple[Any, Any], gpt2: tuple[Any, Any]) -> None:
     model, preprocessor = bert
     for given, match in (

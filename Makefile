@@ -5,6 +5,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 LOCK   := requirements/lock.txt
+NODEPS := requirements/no-deps.txt
 UV     := uv==0.13.9
 
 CACHE  := $(or $(ATTRACE_CACHE),$(HOME)/.cache/attrace)
@@ -51,8 +52,9 @@ $(VENV)/prepare.stamp: pyproject.toml $(LOCK) | $(BIN)/python
 	$(BIN)/python -m pip install --quiet -e '.[hf,prepare]'
 	@touch $(VENV)/hf.stamp $@
 
-$(VENV)/dev.stamp: pyproject.toml $(LOCK) | $(BIN)/python
+$(VENV)/dev.stamp: pyproject.toml $(LOCK) $(NODEPS) | $(BIN)/python
 	$(BIN)/python -m pip install --quiet -e '.[hf,dev]'
+	$(BIN)/python -m pip install --quiet --no-deps -r $(NODEPS)
 	@touch $(VENV)/hf.stamp $(VENV)/prepare.stamp $@
 
 demo: $(VENV)/hf.stamp

@@ -9,8 +9,8 @@ if TYPE_CHECKING:
     from attrace.api import Explanation as Explanation
     from attrace.api import explain as explain
     from attrace.api import load as load
-    from attrace.capture.torch_recorder import record as record
-    from attrace.capture.torch_recorder import trace as trace
+    from attrace.capture.seams import record as record
+    from attrace.capture.seams import trace as trace
     from attrace.capture.trace import Trace as Trace
     from attrace.ops.rollout import rollout as rollout
 
@@ -20,8 +20,8 @@ _NAMES = {
     "Trace": "attrace.capture.trace",
     "explain": "attrace.api",
     "load": "attrace.api",
-    "record": "attrace.capture.torch_recorder",
-    "trace": "attrace.capture.torch_recorder",
+    "record": "attrace.capture.seams",
+    "trace": "attrace.capture.seams",
     "rollout": "attrace.ops.rollout",
 }
 # Public modules that need a framework.

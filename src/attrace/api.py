@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -18,8 +18,11 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from attrace.capture.huggingface import Loaded
+    from attrace.capture.keras_text import KerasSubject
     from attrace.capture.text import TextSubject
     from attrace.render.scene import Units
+
+    AnySubject = TextSubject | KerasSubject
 
 LEAVE_ONE_OUT_LIMIT = 4e12
 """Multiply-adds that `auto` spends on leave-one-out: about half a minute on two CPU cores."""
@@ -109,10 +112,12 @@ def explain(
     """Show which parts of a text a model's output drew on.
 
     Args:
-        model: a local folder, a hub name, None for the classifier that the package carries, or a transformers
-            model object (then with its tokenizer as `processor`); it is run as it is and nothing is changed on it.
+        model: a local folder, a hub name, None for the classifier that the package carries, a transformers model
+            object (then with its tokenizer as `processor`), or a Keras text classifier or causal language model; it is
+            run as it is and nothing is changed on it.
         inputs: the text.
-        processor: the tokenizer, where `model` is an object.
+        processor: the tokenizer, where `model` is an object. For a Keras model what maps [text] to its inputs and gives
+            tokens back: a KerasHub preprocessor, a TextVectorization layer, or a pair (function, vocabulary).
         target: "auto" (the predicted class, the next token, the first token that an encoder-decoder writes, the
             answer at the mask, the sentence vector),
             "class:LABEL", "class:INDEX", "next:TEXT", "token:POSITION", or a contrast "class:A~B", "next:A~B".
@@ -142,20 +147,26 @@ def explain(
     options = _options(method, heads, residual, discard, layers)
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
         raise InputError(f"Expected a seed from 0 to 2**63 - 1. Received: {seed!r}. Give a whole number.")
-    with _on_own_terms(seed):
-        loaded = _loaded(model, processor, device, progress)
-        from attrace.capture.encoding import encode
-        from attrace.capture.text import ask
+    from attrace.capture.seams import is_keras
 
-        encoding = encode(loaded, inputs, truncate=truncate)
-        if progress is not None:
-            progress("running the model", 0, 0)
-        subject = ask(loaded, encoding, target, detail=method in ("auto", "alti"))
+    with nullcontext() if is_keras(model) else _on_own_terms(seed):
+        subject: AnySubject
+        if is_keras(model):
+            subject = _keras_subject(model, inputs, processor, target=target, device=device, progress=progress)
+        else:
+            loaded = _loaded(model, processor, device, progress)
+            from attrace.capture.encoding import encode
+            from attrace.capture.text import ask
+
+            encoding = encode(loaded, inputs, truncate=truncate)
+            if progress is not None:
+                progress("running the model", 0, 0)
+            subject = ask(loaded, encoding, target, detail=method in ("auto", "alti"))
         name, sink, notes = _choose(method, subject, options)
         scores = _run(name, subject, options, progress)
     if scores.sink is None:
         scores = replace(scores, sink=sink)
-    notes = [n for n in (encoding.note, *notes, *_notes(name, target, subject, scores)) if n]
+    notes = [n for n in (subject.encoding.note, *notes, *_notes(name, target, subject, scores)) if n]
     return _join(subject, scores, name, tuple(notes), _settings(subject, options, name, seed))
 
 
@@ -178,6 +189,18 @@ def _options(method: str, heads: Heads, residual: float, discard: float, layers:
     )
 
 
+def _keras_subject(
+    model: Any, inputs: str, processor: Any, *, target: str, device: str | None, progress: Progress | None
+) -> KerasSubject:
+    from attrace.capture.keras_text import ask
+
+    if device is not None:
+        raise InputError("Expected a model object to stay on its device. Received: device=. Move it yourself.")
+    if progress is not None:
+        progress("running the model", 0, 0)
+    return ask(model, processor, inputs, target)
+
+
 def _loaded(model: Any, processor: Any, device: str | None, progress: Progress | None) -> Loaded:
     from attrace.capture import huggingface
 
@@ -194,7 +217,7 @@ Choice = tuple[str, "Sink | None", list[str]]
 """The method to run, the sink that plain rollout collapses onto, and what to say about the choice."""
 
 
-def _choose(method: str, subject: TextSubject, options: Options) -> Choice:
+def _choose(method: str, subject: AnySubject, options: Options) -> Choice:
     if method != "auto":
         return method, None, []
     if _begun(subject) is not None:
@@ -203,7 +226,7 @@ def _choose(method: str, subject: TextSubject, options: Options) -> Choice:
     return choose(subject, options)
 
 
-def _for_encoder_decoder(subject: TextSubject, options: Options) -> Choice:
+def _for_encoder_decoder(subject: AnySubject, options: Options) -> Choice:
     if not _heeds("leave-one-out", options):
         return "rollout", None, [f"Leave-one-out does not heed {_listed(options)}: rollout is shown instead."]
     if _affordable(subject):
@@ -211,9 +234,9 @@ def _for_encoder_decoder(subject: TextSubject, options: Options) -> Choice:
     return "rollout", None, ["Leave-one-out would take long on this text: rollout is shown instead."]
 
 
-def _for_encoder(subject: TextSubject, options: Options) -> Choice:
+def _for_encoder(subject: AnySubject, options: Options) -> Choice:
     trace = subject.trace
-    n, width = len(subject.encoding), subject.loaded.model.get_input_embeddings().embedding_dim
+    n, width = len(subject.encoding), subject.width
     if subject.question.rival is not None and _given(options) == set() and _affordable(subject):
         return "leave-one-out", None, ["A contrast needs a method that sees the target: leave-one-out is shown."]
     if not _heeds("alti", options):
@@ -225,7 +248,7 @@ def _for_encoder(subject: TextSubject, options: Options) -> Choice:
     return "alti", None, []
 
 
-def _for_causal(subject: TextSubject, options: Options) -> Choice:
+def _for_causal(subject: AnySubject, options: Options) -> Choice:
     from attrace.methods.rollout import find_sink, rollout_values
 
     plain = Options()
@@ -243,13 +266,13 @@ def _for_causal(subject: TextSubject, options: Options) -> Choice:
     return "last-layer", sink, notes
 
 
-def _free(subject: TextSubject) -> int:
+def _free(subject: AnySubject) -> int:
     return int((~subject.protected).sum())
 
 
-def _affordable(subject: TextSubject) -> bool:
+def _affordable(subject: AnySubject) -> bool:
     """Whether leave-one-out stays within LEAVE_ONE_OUT_LIMIT."""
-    return float(_parameters(subject.loaded.model)) * _free(subject) * subject.question.length <= LEAVE_ONE_OUT_LIMIT
+    return float(subject.parameters) * _free(subject) * subject.question.length <= LEAVE_ONE_OUT_LIMIT
 
 
 def _given(options: Options) -> set[str]:
@@ -267,12 +290,12 @@ def _heeds(name: str, options: Options) -> bool:
     return _given(options) <= set(method(name).uses)
 
 
-def _notes(name: str, target: str, subject: TextSubject, scores: Scores) -> list[str]:
+def _notes(name: str, target: str, subject: AnySubject, scores: Scores) -> list[str]:
     """What the reader must know of this picture."""
     from attrace.methods.registry import method
 
     notes = []
-    trace, model = subject.trace, subject.loaded.model
+    trace = subject.trace
     if name == "rollout" and scores.sink is not None:
         notes.append("This picture does not tell inputs apart; --method leave-one-out does.")
     if target != "auto" and subject.question.target.kind == "class" and not method(name).sees_target:
@@ -298,27 +321,15 @@ def _notes(name: str, target: str, subject: TextSubject, scores: Scores) -> list
             f"Attention was seen in {len(trace.ops)} of {trace.depth} layers; the others mix tokens without it, and "
             "the picture knows nothing of them."
         )
-    unknown = subject.encoding.ids.eq(subject.loaded.tokenizer.unk_token_id or -1).sum()
-    if int(unknown):
-        notes.append(f"{int(unknown)} tokens are unknown to the model's vocabulary: it cannot tell them apart.")
-    if model.training:
-        notes.append("The model is in training mode: dropout was on. Call model.eval() for its true answer.")
-    return notes
+    return [*notes, *subject.remarks]
 
 
-def _begun(subject: TextSubject) -> Any:
+def _begun(subject: AnySubject) -> Any:
     """The tokens that an encoder-decoder's decoder begins with, (1, m); None for other models."""
     return getattr(subject.encoding, "begun", None)
 
 
-def _parameters(model: Any) -> int:
-    """Parameters that work on every token: the embedding table only where it is the output head as well."""
-    table, head = model.get_input_embeddings().weight, model.get_output_embeddings()
-    counted = sum(p.numel() for p in model.parameters() if p is not table)
-    return int(counted + (table.numel() if head is not None and head.weight is table else 0))
-
-
-def _run(name: str, subject: TextSubject, options: Options, progress: Progress | None) -> Scores:
+def _run(name: str, subject: AnySubject, options: Options, progress: Progress | None) -> Scores:
     from attrace.methods.registry import method
 
     chosen = method(name)
@@ -331,7 +342,7 @@ def _run(name: str, subject: TextSubject, options: Options, progress: Progress |
 
 
 def _join(
-    subject: TextSubject, scores: Scores, method: str, notes: tuple[str, ...], settings: dict[str, Any]
+    subject: AnySubject, scores: Scores, method: str, notes: tuple[str, ...], settings: dict[str, Any]
 ) -> Explanation:
     from attrace.aggregate.tokens import label_tokens
     from attrace.aggregate.words import words
@@ -354,18 +365,18 @@ def _join(
         sink_mass=scores.sink_mass,
         sink=scores.sink,
         predictions=question.predictions,
-        model=subject.loaded.name,
+        model=subject.name,
         notes=notes,
         settings=settings,
     )
 
 
-def _settings(subject: TextSubject, options: Options, method: str, seed: int) -> dict[str, Any]:
+def _settings(subject: AnySubject, options: Options, method: str, seed: int) -> dict[str, Any]:
     from attrace.capture.trace import layer_indices
     from attrace.methods.registry import method as find
 
-    model = subject.loaded.model
-    used = find(method).uses
+    used, ran_on = find(method).uses, dict(subject.settings)
+    packages = ran_on.pop("packages")
     layers = layer_indices(options.layers, len(subject.trace.ops))
     if method == "last-layer":
         layers = layers[-1:]
@@ -374,10 +385,8 @@ def _settings(subject: TextSubject, options: Options, method: str, seed: int) ->
     return {
         **{key: value for key, value in values.items() if key in used},
         "seed": seed,
-        "backend": str(getattr(model.config, "_attn_implementation", "")),
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "device": str(model.device),
-        "versions": {name: _version(name) for name in ("attrace", "torch", "transformers")},
+        **ran_on,
+        "versions": {name: _version(name) for name in ("attrace", *packages)},
     }
 
 

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from torch import Tensor
 
-from attrace.capture.encoding import Encoding
-from attrace.capture.huggingface import Loaded
 from attrace.errors import InputError, TargetError
 from attrace.types import Prediction, Target
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from attrace.capture.encoding import Encoding
+    from attrace.capture.huggingface import Loaded
 
 TOP = 5
 """How many of the model's likeliest answers are told."""
@@ -69,12 +72,12 @@ def class_question(loaded: Loaded, logits: Tensor, target: str, n: int) -> Quest
     probabilities = _class_probabilities(loaded, logits)
     kind, text = parse(target)
     if kind not in ("auto", "class"):
-        raise TargetError(f"Expected class:LABEL of a classifier: {_listed(labels)}. Received: {target!r}.")
+        raise TargetError(f"Expected class:LABEL of a classifier: {listed(labels)}. Received: {target!r}.")
     rival = None
     if kind == "auto":
         index = int(logits.argmax())
     else:
-        index, rival = _contrast(text, lambda name: _class_index(name, labels))
+        index, rival = contrast_of(text, lambda name: class_index(name, labels))
     likely = [] if probabilities is None else probabilities.argsort(descending=True)[:TOP].tolist()
     return Question(
         Target(
@@ -105,7 +108,7 @@ def token_question(loaded: Loaded, logits: Tensor, encoding: Encoding, target: s
     probabilities = logits[-1].float().softmax(-1)
     index, rival = int(probabilities.argmax()), None
     if kind == "next":
-        index, rival = _contrast(text, lambda name: _token_index(loaded, name, probabilities))
+        index, rival = contrast_of(text, lambda name: _token_index(loaded, name, probabilities))
     return _token_question(loaded, probabilities, index=index, at=n - 1, rival=rival, length=n)
 
 
@@ -117,7 +120,7 @@ def first_token_question(loaded: Loaded, logits: Tensor, encoding: Encoding, tar
     probabilities = logits[-1].float().softmax(-1)
     index, rival = int(probabilities.argmax()), None
     if kind == "next":
-        index, rival = _contrast(text, lambda name: _token_index(loaded, name, probabilities))
+        index, rival = contrast_of(text, lambda name: _token_index(loaded, name, probabilities))
     return _token_question(loaded, probabilities, index=index, at=None, rival=rival, length=encoding.length)
 
 
@@ -136,7 +139,7 @@ def mask_question(loaded: Loaded, logits: Tensor, encoding: Encoding, target: st
     probabilities = logits[at].float().softmax(-1)
     rival = None
     if kind == "next":
-        index, rival = _contrast(text, lambda name: _token_index(loaded, name, probabilities))
+        index, rival = contrast_of(text, lambda name: _token_index(loaded, name, probabilities))
     else:
         index = int(probabilities.argmax()) if at in masks else int(encoding.ids[at])
     return _token_question(loaded, probabilities, index=index, at=at, rival=rival, length=len(encoding))
@@ -183,7 +186,7 @@ def _class_probabilities(loaded: Loaded, logits: Tensor) -> Tensor | None:
     return logits.float().sigmoid() if kind == "multi_label_classification" else logits.float().softmax(-1)
 
 
-def _contrast(text: str, find: Any) -> tuple[int, int | None]:
+def contrast_of(text: str, find: Any) -> tuple[int, int | None]:
     """The index of A in "A", of both in "A~B"; a name that itself holds a ~ is tried whole first."""
     if "~" not in text.strip("~"):
         return find(text), None
@@ -197,13 +200,13 @@ def _contrast(text: str, find: Any) -> tuple[int, int | None]:
         return index, rival
 
 
-def _class_index(name: str, labels: list[str]) -> int:
+def class_index(name: str, labels: list[str]) -> int:
     for candidates, wanted in ((labels, name), ([label.casefold() for label in labels], name.casefold())):
         if candidates.count(wanted) == 1:
             return candidates.index(wanted)
     if re.fullmatch(r"\d{1,9}", name) and int(name) < len(labels):
         return int(name)
-    raise TargetError(f"Expected a class of the model: {_listed(labels)}. Received: {name!r}.")
+    raise TargetError(f"Expected a class of the model: {listed(labels)}. Received: {name!r}.")
 
 
 def _token_index(loaded: Loaded, text: str, probabilities: Tensor) -> int:
@@ -217,12 +220,12 @@ def _token_index(loaded: Loaded, text: str, probabilities: Tensor) -> int:
         likely = [shown(loaded, int(i)) for i in probabilities.topk(min(10, len(probabilities))).indices.tolist()]
         pieces = loaded.tokenizer.tokenize(text)
         raise TargetError(
-            f"Expected the text of one token; the likeliest here are {_listed(likely)}. Received: {text!r}, which is "
+            f"Expected the text of one token; the likeliest here are {listed(likely)}. Received: {text!r}, which is "
             f"{len(pieces)} tokens or unknown to the model."
         )
     return max(found, key=lambda i: float(probabilities[i]))
 
 
-def _listed(names: list[str]) -> str:
+def listed(names: list[str]) -> str:
     more = f" and {len(names) - 20} more" if len(names) > 20 else ""
     return ", ".join(repr(n) for n in names[:20]) + more

@@ -75,6 +75,49 @@ class TextSubject:
     protected: NDArray[np.bool_]
 
     @property
+    def name(self) -> str:
+        return self.loaded.name
+
+    @property
+    def task(self) -> str:
+        return self.loaded.task
+
+    @property
+    def width(self) -> int:
+        """Of the vectors that contributions are made of."""
+        return int(self.loaded.model.get_input_embeddings().embedding_dim)
+
+    @property
+    def parameters(self) -> int:
+        """Those that work on every token: the embedding table only where it is the output head as well."""
+        model = self.loaded.model
+        table, head = model.get_input_embeddings().weight, model.get_output_embeddings()
+        counted = sum(p.numel() for p in model.parameters() if p is not table)
+        return int(counted + (table.numel() if head is not None and head.weight is table else 0))
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What it ran on, as JSON values."""
+        model = self.loaded.model
+        return {
+            "backend": str(getattr(model.config, "_attn_implementation", "")),
+            "dtype": str(model.dtype).removeprefix("torch."),
+            "device": str(model.device),
+            "packages": ("torch", "transformers"),
+        }
+
+    @property
+    def remarks(self) -> list[str]:
+        """What the reader must know of model and text."""
+        notes = []
+        unknown = int(self.encoding.ids.eq(self.loaded.tokenizer.unk_token_id or -1).sum())
+        if unknown:
+            notes.append(f"{unknown} tokens are unknown to the model's vocabulary: it cannot tell them apart.")
+        if self.loaded.model.training:
+            notes.append("The model is in training mode: dropout was on. Call model.eval() for its true answer.")
+        return notes
+
+    @property
     def unit(self) -> str:
         """What `score` gives."""
         if self.loaded.task == "encoder":

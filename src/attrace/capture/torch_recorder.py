@@ -501,21 +501,3 @@ def record(model: nn.Module, *, values: bool = False) -> Iterator[Trace]:
         refuse_flex(kind)
         undo.enter_context(recorder)
         yield trace
-
-
-def trace(model: nn.Module, /, *args: Any, **inputs: Any) -> Trace:
-    """Run the model once, unchanged, and return its trace: `record` around one call.
-
-    Raises CaptureError where no attention was seen, with what was seen instead.
-
-    >>> import torch, attrace
-    >>> encoder = torch.nn.MultiheadAttention(8, 2, batch_first=True)
-    >>> x = torch.randn(1, 4, 8)
-    >>> attrace.trace(encoder, x, x, x, need_weights=False).ops[0].shape
-    (1, 2, 4, 4)
-    """
-    with record(model) as recorded:
-        output = model(*args, **inputs)
-    recorded.output = output  # also what a hook of the caller made of it
-    recorded.check()
-    return recorded

@@ -66,6 +66,8 @@ class Trace:
     """Each a `RecordedOp`."""
     unread: list[str] = field(default_factory=list)
     """Attention that was seen but cannot be read as (B, H, Q, T) maps."""
+    compiled: bool = field(default=False, repr=False)
+    """Attention was seen while a function was compiled, as symbols without values."""
     starts: list[int] = field(default_factory=list, repr=False)
     """For each call of the model, how many operators there were before it."""
     calls: list[Any] = field(default_factory=list, repr=False)
@@ -95,6 +97,12 @@ class Trace:
 
     def check(self) -> None:
         """CaptureError unless attention was seen and all of it can be read."""
+        if self.compiled:
+            raise CaptureError(
+                f"Expected a call of {self.model} that computes values. Received: symbols of a function that is being "
+                "compiled (predict, fit, generate, tf.function, jax.jit). Call the model itself: "
+                "attrace.trace(model, inputs)."
+            )
         if self.unread:
             raise CaptureError(
                 f"Expected attention as maps of (batch, heads, queries, keys). Received from {self.model}: "
@@ -103,8 +111,9 @@ class Trace:
         if not self.ops:
             raise CaptureError(
                 f"Expected attention in {self.model}. Received: none ({len(self.starts)} calls of the model, no "
-                "fused attention call and no softmax that multiplies values). Call the model inside the block, and "
-                "give a Transformer whose attention runs in PyTorch."
+                "fused attention call and no softmax that multiplies values). Call the model itself inside the block "
+                "(what is already compiled, as Keras' predict, shows nothing), and give a Transformer whose attention "
+                "runs in PyTorch or Keras."
             )
 
     @property

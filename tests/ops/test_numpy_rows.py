@@ -1,0 +1,64 @@
+"""Streamed NumPy rows against the float64 reference."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from attrace.ops.attention import naive, numpy_rows
+
+
+@given(
+    seed=st.integers(0, 2**16),
+    sizes=st.tuples(*[st.integers(1, 5)] * 5),
+    groups=st.integers(1, 3),
+    scale=st.sampled_from([None, 0.3]),
+    shapes=st.sampled_from(["none", "whole", "row", "item"]),
+    causal=st.booleans(),
+)
+def test_rows_equal_the_reference(
+    seed: int, sizes: tuple[int, ...], groups: int, scale: float | None, shapes: str, causal: bool
+) -> None:
+    batch, keyed, queries, keys, width = sizes
+    rng = np.random.default_rng(seed)
+    query = rng.normal(0, 3, (batch, keyed * groups, queries, width))
+    key = rng.normal(0, 3, (batch, keyed, keys, width))
+    shape = {
+        "none": (),
+        "whole": (batch, keyed * groups, queries, keys),
+        "row": (1, 1, 1, keys),
+        "item": (batch, 1, queries, keys),
+    }[shapes]
+    bias = rng.normal(0, 2, shape)
+    mask = rng.random(shape) > 0.4
+    rows = rng.permutation(queries)[: rng.integers(1, queries + 1)]
+    expected = naive.attention_weights(query, key, scale=scale, bias=np.where(mask, bias, -np.inf), causal=causal)
+    found = numpy_rows.weight_rows(query, key, rows=rows, scale=scale, bias=bias, mask=mask, causal=causal)
+    np.testing.assert_allclose(found, expected[:, :, rows], atol=1e-12)
+    narrow: list[Any] = [x.astype(np.float32) for x in (query, key, bias)]
+    single = numpy_rows.weight_rows(
+        narrow[0], narrow[1], rows=rows, scale=scale, bias=narrow[2], mask=mask, causal=causal
+    )
+    assert single.dtype == np.float32
+    np.testing.assert_allclose(single, expected[:, :, rows], atol=2e-5)
+
+
+@pytest.mark.parametrize("masked", [-np.inf, -0.7 * float(np.finfo(np.float32).max)])
+def test_what_is_filled_in_decides_a_row_in_which_all_is_masked(masked: float) -> None:
+    q = np.random.default_rng(0).normal(size=(1, 1, 3, 4)).astype(np.float32)
+    mask = np.array([[True, False, True], [False, False, False], [True, True, True]])
+    weights = numpy_rows.weight_rows(q, q, rows=np.arange(3), mask=mask, masked=masked)[0, 0]
+    np.testing.assert_allclose(weights[1], 0 if np.isinf(masked) else 1 / 3)
+    assert weights[0, 1] == 0
+    np.testing.assert_allclose(weights[[0, 2]].sum(1), 1, rtol=1e-6)
+
+
+def test_blocks_cover_all_rows_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(numpy_rows, "BLOCK_ELEMENTS", 10)
+    parts = list(numpy_rows.blocks(np.arange(7), 4))
+    assert [len(part) for part in parts] == [2, 2, 2, 1]
+    np.testing.assert_array_equal(np.concatenate(parts), np.arange(7))

@@ -260,7 +260,7 @@ def _notes(name: str, target: str, subject: TextSubject, scores: Scores) -> list
     from attrace.methods.registry import method
 
     notes = []
-    trace, model = subject.trace, subject.loaded.model
+    trace = subject.trace
     if name == "rollout" and scores.sink is not None:
         notes.append("This picture does not tell inputs apart; --method leave-one-out does.")
     if target != "auto" and subject.question.target.kind == "class" and not method(name).sees_target:
@@ -274,17 +274,12 @@ def _notes(name: str, target: str, subject: TextSubject, scores: Scores) -> list
             f"Only {100 * text:.1f} % of the mass is in the text, the rest in special tokens: colours and bars are "
             "scaled to that little."
         )
-    if not method(name).sees_target and trace.depth is not None and len(trace.ops) < trace.depth:
-        notes.append(
-            f"Attention was seen in {len(trace.ops)} of {trace.depth} layers; the others mix tokens without it, and "
-            "the picture knows nothing of them."
-        )
+    if not method(name).sees_target:
+        notes += trace.gaps
     unknown = subject.encoding.ids.eq(subject.loaded.tokenizer.unk_token_id or -1).sum()
     if int(unknown):
         notes.append(f"{int(unknown)} tokens are unknown to the model's vocabulary: it cannot tell them apart.")
-    if model.training:
-        notes.append("The model is in training mode: dropout was on. Call model.eval() for its true answer.")
-    return notes
+    return notes + [note for note in trace.notes if note not in trace.gaps]
 
 
 def _parameters(model: Any) -> int:

@@ -8,10 +8,10 @@ the block ends, also after an error in the model.
 
 from __future__ import annotations
 
-import inspect
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+import warnings
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -23,10 +23,13 @@ from torch import Tensor, nn
 from torch.overrides import enable_reentrant_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from attrace.capture import torch_external, torch_fastpath
 from attrace.capture.torch_blocks import BlockInputs
+from attrace.capture.torch_compiled import has_compiled_parts
+from attrace.capture.torch_layers import described, layers_without, modules_of, stacks_of
 from attrace.capture.torch_ops import QueryKeyAttention, SoftmaxAttention, TorchAttention, version_of
 from attrace.capture.trace import Trace
-from attrace.errors import CaptureError
+from attrace.errors import AttraceWarning, CaptureError
 
 aten = torch.ops.aten
 
@@ -57,12 +60,17 @@ HEAD_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "num_hea
 # Arguments of an attention module's forward that hold a second stream.
 SECOND_STREAMS = ("key_value_states", "encoder_hidden_states", "encoder_states", "memory")
 PRODUCTS = {aten.bmm.default, aten.baddbmm.default}
-PARTS: dict[Any, str] = {
+
+PARTS = torch_external.Parts({
     **dict.fromkeys(FUSED, "fused"),
     **dict.fromkeys(SOFTMAX, "softmax"),
     **dict.fromkeys(PRODUCTS, "product"),
     **dict.fromkeys(CARRIERS, "carrier"),
-}
+    **dict.fromkeys(torch_fastpath.LAYERS, "layer"),
+    torch_fastpath.NESTING: "nesting",
+    aten.native_dropout.default: "dropout",
+    aten.bernoulli_.float: "dropout",
+})  # fmt: skip
 
 
 def storage_of(tensor: Tensor) -> int:
@@ -107,6 +115,8 @@ class Recorder(TorchDispatchMode):
         self._values = blocks is not None
         self._thread = threading.get_ident()
         self._names = {id(module): name or trace.model for name, module in modules.items()}
+        self._modules = modules
+        self._layers = torch_fastpath.FusedLayers(modules)
         self._running = False
         self._batch: int | None = None
         self._pending: dict[int, PendingSoftmax] = {}
@@ -154,15 +164,30 @@ class Recorder(TorchDispatchMode):
             return
         self._running = True
         self._pending.clear()
-        given = named_arguments(model, args, kwargs)
+        given = torch_fastpath.named_arguments(model, args, kwargs)
         self._batch = next((v.shape[0] for k in BATCHED if isinstance(v := given.get(k), Tensor) and v.ndim), None)
-        self._trace.begin(given.get("attention_mask"))
+        self._trace.begin(torch_fastpath.real_tokens(given))
+
+    def see_tokens(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if threading.get_ident() == self._thread:
+            self._trace.see_tokens(torch_fastpath.real_tokens(torch_fastpath.named_arguments(model, args, kwargs)))
 
     def leave_model(self, _model: nn.Module, _args: Any, output: Any) -> None:
         if threading.get_ident() == self._thread:
             self._running = False
+            read = {op.name for op in self._trace.ops}
+            left = {id(f): f for f in self._pending.values() if f.map.ndim > 3 and f.caller.name not in read}
+            self._trace.loose += [f"{f.caller.name} (a softmax of shape {tuple(f.map.shape)})" for f in left.values()]
             self._pending.clear()
             self._trace.output = output
+
+    def sum_up(self) -> None:
+        """Tell the trace, once the model has run, which of its layers made no attention call."""
+        stacks = stacks_of(self._modules)
+        if self._trace.ops:
+            self._trace.stack, self._trace.without = layers_without(stacks, (op.name for op in self._trace.ops))
+        else:
+            self._trace.parts = described(self._modules[""], stacks)
 
     # What it calls
 
@@ -176,14 +201,20 @@ class Recorder(TorchDispatchMode):
                 return func.decompose(*args, **kwargs)
         out = func(*args, **kwargs)
         # Every operator of the model comes by here: one look-up decides.
-        part = PARTS.get(func)
-        if part is None or not self._running:
+        part = PARTS[func]
+        if not part or not self._running:
             return out
-        if part == "fused":
+        if part == "dropout":
+            self._trace.dropout |= func is not aten.native_dropout.default or (args[1] > 0 and args[2] is not False)
+        if part in ("fused", "external"):
             with enable_reentrant_dispatch():  # so that detached tensors share their version counters
-                self._fused(func, args, kwargs)
+                (self._fused if part == "fused" else self._external)(func, args, kwargs)
         elif part == "softmax":
             self._softmax(args, out)
+        elif part == "layer":
+            self._layer(func, args, kwargs)
+        elif part == "nesting":
+            self._layers.nest(args)
         elif self._pending and part == "product":
             with enable_reentrant_dispatch():
                 self._product(args)
@@ -194,9 +225,25 @@ class Recorder(TorchDispatchMode):
     def _fused(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         query, key, value = args[:3]
         bias_at, causal_at = FUSED[func]
+        self._trace.dropout |= len(args) >= causal_at and args[causal_at - 1] > 0
         bias = kwargs.get("attn_mask") if bias_at is None else args[bias_at]
+        causal = bool(args[causal_at]) if len(args) > causal_at else False
+        self._query_key(query, key, value, bias=bias, causal=causal, scale=kwargs.get("scale"))
+
+    def _external(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        call = torch_external.read(func, args, kwargs)
+        if isinstance(call, str):
+            self._trace.unread.append(f"{self._caller().name} ({call})")
+            return
+        self._trace.dropout |= call.dropout > 0
+        self._query_key(call.query, call.key, call.value, bias=call.bias, causal=call.causal, scale=call.scale)
+
+    def _query_key(
+        self, query: Tensor, key: Tensor, value: Tensor, *, bias: Tensor | None, causal: bool, scale: float | None
+    ) -> None:
         caller = self._caller()
-        shape = (query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+        shape = (*query.shape[:3], key.shape[2])
+        packed = storage_of(query) == storage_of(key) == storage_of(value) and not self._values and query is not key
         self._record(
             QueryKeyAttention(
                 name=caller.name,
@@ -204,19 +251,41 @@ class Recorder(TorchDispatchMode):
                 shape=shape,
                 kind=kind_of(caller, shape),
                 value=value.detach() if self._values else None,
-                query=query.detach(),
-                key=key.detach(),
-                bias=None if bias is None else bias.detach(),
-                is_causal=bool(args[causal_at]) if len(args) > causal_at else False,
-                scale=kwargs.get("scale"),
+                query=self._kept(query, packed=packed),
+                key=self._kept(key, packed=packed),
+                bias=None if bias is None else self._kept(bias),
+                is_causal=causal,
+                scale=scale,
             )
         )
 
+    def _kept(self, tensor: Tensor, *, packed: bool = False) -> Tensor:
+        """The tensor as it is now: compiled code takes its buffers again, what is packed would keep values alive."""
+        if not self._trace.compiled and not packed:
+            return tensor.detach()
+        once = tuple(slice(1) if stride == 0 else slice(None) for stride in tensor.stride())  # where it is expanded
+        return tensor.detach()[once].clone().expand(tensor.shape)
+
+    def _layer(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        kind, tensors = self._layers.read(func, args, kwargs, values=self._values)
+        batch, heads, length, _ = tensors["query"].shape
+        op = kind(
+            name=self._layers.name_of(args, self._caller().name),
+            layer=len(self._trace.ops),
+            shape=(batch, heads, length, tensors["key"].shape[2]),
+            kind="self",
+            **tensors,
+        )
+        self._record(op)
+
     def _softmax(self, args: tuple[Any, ...], out: Tensor) -> None:
         dim = args[1]
+        if out.is_nested:
+            self._trace.unread.append(f"{self._caller().name} (on a nested tensor; give a padded batch and its mask)")
+            return
         if out.ndim >= 3 and dim in (-1, out.ndim - 1):
             with enable_reentrant_dispatch():
-                kept = out.detach()
+                kept = self._kept(out)
             found = PendingSoftmax(kept, version_of(kept), self._caller())
             found.carriers[storage_of(out)] = is_transposed(out)
             self._pending[storage_of(out)] = found
@@ -271,7 +340,7 @@ class Recorder(TorchDispatchMode):
         if axes is None or used.numel() != axes[0] * axes[1] * length * used.shape[-1]:
             return None
         weights = found.map.reshape(*axes, length, keys)
-        as_used = used.detach().reshape(*axes, length, used.shape[-1])
+        as_used = self._kept(used).reshape(*axes, length, used.shape[-1])
         if used.shape[-1] == keys and (same(weights, as_used) or is_dropout_of(weights, as_used)):
             return weights
         return as_used  # masked, cut (a sink) or scaled after the softmax: this is what the values saw
@@ -294,7 +363,7 @@ class Recorder(TorchDispatchMode):
 
 
 class GuardedRecorder(Recorder):
-    """For a model with compiled parts: nothing of the recorder itself is compiled with them."""
+    """For a model with compiled parts: nothing of the recorder itself is compiled with them.  They run uncompiled."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -306,40 +375,12 @@ class GuardedRecorder(Recorder):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
-def modules_of(model: nn.Module) -> dict[str, nn.Module]:
-    """What `named_modules` gives, in a third of its time: a trace of a small model feels it."""
-    found: dict[str, nn.Module] = {}
-    seen: set[nn.Module] = set()
-    ahead = [("", model)]
-    while ahead:
-        name, module = ahead.pop()
-        if module in seen:
-            continue
-        seen.add(module)
-        found[name] = module
-        if module._modules:
-            start = f"{name}." if name else ""
-            ahead += [(start + key, child) for key, child in reversed(module._modules.items()) if child is not None]
-    return found
+class CompiledRecorder(GuardedRecorder):
+    """The same, and they run as they were compiled: fused attention is seen there, an unfused softmax may not be."""
 
-
-def has_compiled_parts(modules: Iterable[nn.Module]) -> bool:
-    compiler = sys.modules.get("torch._dynamo.eval_frame")
-    if compiler is None:
-        return False
-    whole = compiler.OptimizedModule
-    return any(m._compiled_call_impl is not None or isinstance(m, whole) for m in modules)
-
-
-def named_arguments(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of the model's forward by name, those given by position as well."""
-    if not args:
-        return kwargs
-    try:
-        bound = inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments
-    except (TypeError, ValueError):  # the call itself will tell
-        return kwargs
-    return {**bound, **kwargs}
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
 
 
 def same(map_: Tensor, used: Tensor) -> bool:
@@ -386,14 +427,41 @@ def is_composite(func: Any) -> bool:
 
 
 @contextmanager
+def recording(model: nn.Module, *, values: bool = False) -> Iterator[Trace]:
+    """`record` without its warnings, for callers that show the trace's notes themselves."""
+    if not isinstance(model, nn.Module):
+        raise CaptureError(f"Expected a torch.nn.Module. Received: {type(model).__name__}.")
+    trace = Trace(type(model).__name__, config=getattr(model, "config", None))
+    blocks = None
+    if values:
+        blocks = BlockInputs(model)
+        trace.values, trace.family = True, blocks.family_of("")
+    modules = modules_of(model)
+    kind = Recorder
+    if has_compiled_parts(modules.values()):  # blocks are watched by hooks, which compiled code would take in
+        trace.compiled = blocks is None
+        kind = GuardedRecorder if blocks else CompiledRecorder
+    recorder = kind(trace, modules, blocks=blocks)
+    with ExitStack() as undo:
+        for handle in blocks.watch() if blocks else ():
+            undo.callback(handle.remove)
+        for end in torch_fastpath.watch(model, recorder.enter_model, recorder.leave_model, recorder.see_tokens):
+            undo.callback(end.remove)
+        undo.enter_context(recorder)
+        yield trace
+    recorder.sum_up()
+
+
+@contextmanager
 def record(model: nn.Module, *, values: bool = False) -> Iterator[Trace]:
     """Record the attention of every call of `model` inside the block.
 
     The model runs unchanged, under its own attention backend; its output is bit-identical and nothing is left on
     it afterwards, also after an error.  Query and key of each call are held until the trace goes (the map itself
     where the model computes one); `values=True` holds what contributions need besides: the values, and where the
-    family is known the block's input.  Only the thread that opened the block is
-    recorded.  An unfit model is a CaptureError.
+    family is known the block's input.  Only the thread that opened the block is recorded.  An unfit model is a
+    CaptureError; an AttraceWarning at the end of the block says where layers made no attention call, where some
+    attention cannot be read, and where dropout was on (`trace.notes`).
 
     >>> import torch, attrace
     >>> layer = torch.nn.MultiheadAttention(8, 2, batch_first=True)
@@ -403,33 +471,20 @@ def record(model: nn.Module, *, values: bool = False) -> Iterator[Trace]:
     >>> trace.ops[0].weights().shape
     torch.Size([1, 2, 4, 4])
     """
-    if not isinstance(model, nn.Module):
-        raise CaptureError(f"Expected a torch.nn.Module. Received: {type(model).__name__}.")
-    trace = Trace(type(model).__name__, config=getattr(model, "config", None))
-    blocks = None
-    if values:
-        blocks = BlockInputs(model)
-        trace.values, trace.family = True, blocks.family_of("")
-    modules = modules_of(model)
-    kind = GuardedRecorder if has_compiled_parts(modules.values()) else Recorder
-    recorder = kind(trace, modules, blocks=blocks)
-    with ExitStack() as undo:
-        for handle in blocks.watch() if blocks else ():
-            undo.callback(handle.remove)
-        handles = (
-            model.register_forward_pre_hook(recorder.enter_model, with_kwargs=True, prepend=True),
-            model.register_forward_hook(recorder.leave_model, prepend=True, always_call=True),
-        )
-        for handle in handles:
-            undo.callback(handle.remove)
-        undo.enter_context(recorder)
-        yield trace
+    with recording(model, values=values) as recorded:
+        yield recorded
+    _warn(recorded, 4)
+
+
+def _warn(recorded: Trace, level: int) -> None:
+    for note in recorded.notes if recorded.ops else ():  # without any, the trace itself is an error
+        warnings.warn(f"{recorded.model}: {note}", AttraceWarning, stacklevel=level)
 
 
 def trace(model: nn.Module, /, *args: Any, **inputs: Any) -> Trace:
     """Run the model once, unchanged, and return its trace: `record` around one call.
 
-    Raises CaptureError where no attention was seen, with what was seen instead.
+    Raises CaptureError where no attention was seen, with what was seen instead; warns as `record` does.
 
     >>> import torch, attrace
     >>> encoder = torch.nn.MultiheadAttention(8, 2, batch_first=True)
@@ -437,8 +492,9 @@ def trace(model: nn.Module, /, *args: Any, **inputs: Any) -> Trace:
     >>> attrace.trace(encoder, x, x, x, need_weights=False).ops[0].shape
     (1, 2, 4, 4)
     """
-    with record(model) as recorded:
+    with recording(model) as recorded:
         output = model(*args, **inputs)
     recorded.output = output  # also what a hook of the caller made of it
     recorded.check()
+    _warn(recorded, 3)
     return recorded

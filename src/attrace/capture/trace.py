@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from attrace.capture.memory import check_fits
 from attrace.errors import CaptureError, InputError, ShapeError
 from attrace.ops.heads import check_heads
 from attrace.ops.rollout.checks import (
@@ -26,6 +27,12 @@ from attrace.types import Heads
 if TYPE_CHECKING:
     from attrace.capture.torch_ops import TorchAttention
 
+DROPOUT = (
+    "The model is in training mode: dropout was on, the output was drawn at random. The weights are those before "
+    "dropout. Call model.eval() for its true answer."
+)
+UNCOMPILED = "Trace it under torch.compiler.set_stance('force_eager'), which runs the model's own code."
+
 
 @dataclass(eq=False)
 class Trace:
@@ -39,6 +46,18 @@ class Trace:
     ops: list[TorchAttention] = field(default_factory=list)
     unread: list[str] = field(default_factory=list)
     """Attention that was seen but cannot be read as (B, H, Q, T) maps."""
+    loose: list[str] = field(default_factory=list)
+    """Softmaxes in the form of maps that reach their values in another way than by one product: not read."""
+    stack: int = 0
+    """How many layers the stacks have of which some made no attention call, and ..."""
+    without: list[str] = field(default_factory=list)
+    """... which those are."""
+    parts: str = ""
+    """What a model without attention is made of."""
+    compiled: bool = False
+    """Whether parts of the model ran as compiled code, where an unfused softmax is not seen."""
+    dropout: bool = False
+    """Whether random numbers were drawn while the model ran, as in training mode."""
     starts: list[int] = field(default_factory=list, repr=False)
     """For each call of the model, how many operators there were before it."""
     valid: Tensor | None = field(default=None, repr=False)
@@ -52,6 +71,10 @@ class Trace:
     def begin(self, attention_mask: Any) -> None:
         """Note that the model is called (the recorder does)."""
         self.starts.append(len(self.ops))
+        self.see_tokens(attention_mask)
+
+    def see_tokens(self, attention_mask: Any) -> None:
+        """Note which tokens are real, where a mask of shape (B, n) tells."""
         two_d = isinstance(attention_mask, Tensor) and attention_mask.ndim == 2
         self.valid = attention_mask.detach().bool() if two_d else None
 
@@ -62,12 +85,49 @@ class Trace:
                 f"Expected attention as maps of (batch, heads, queries, keys). Received from {self.model}: "
                 f"{'; '.join(self.unread[:3])}. Such a layer is not supported yet."
             )
-        if not self.ops:
+        if self.ops:
+            return
+        if self.loose:
             raise CaptureError(
-                f"Expected attention in {self.model}. Received: none ({len(self.starts)} calls of the model, no "
-                "fused attention call and no softmax that multiplies values). Call the model inside the block, and "
-                "give a Transformer whose attention runs in PyTorch."
+                f"Expected attention as maps of (batch, heads, queries, keys). Received from {self.model}: softmaxes "
+                f"that do not multiply their values as such maps, {_listed(self.loose)}. Attention that is sparse by "
+                "construction, or whose heads are mixed, cannot be shown token to token; use a variant of the model "
+                "with full attention."
             )
+        if self.compiled:
+            raise CaptureError(
+                f"Expected fused attention in the compiled parts of {self.model}. Received: none; compiled code does "
+                f"not show a softmax that it fused with its surroundings. {UNCOMPILED}"
+            )
+        raise CaptureError(
+            f"Expected attention in {self.model}. Received: none ({len(self.starts)} calls of the model, no fused "
+            f"attention call and no softmax that multiplies values{self.parts and '; ' + self.parts}). Call the model "
+            "inside the block, and give a Transformer whose attention runs in PyTorch: state-space, recurrent, "
+            "convolutional and hashed layers have no such maps."
+        )
+
+    @property
+    def gaps(self) -> list[str]:
+        """What of the model's mixing of tokens the maps do not hold, in sentences."""
+        notes = []
+        if self.without:
+            notes.append(
+                f"Attention was seen in {self.stack - len(self.without)} of {self.stack} layers; the others mix tokens "
+                f"without it, and a picture knows nothing of them: {_listed(self.without)}."
+            )
+        if self.compiled and not self.without and len(self.ops) < (self.depth or 0):
+            notes.append(
+                f"Attention was seen in {len(self.ops)} of {self.depth} layers: compiled code does not show a softmax "
+                f"that it fused with its surroundings. {UNCOMPILED}"
+            )
+        if self.loose:
+            notes.append(f"Some attention cannot be read as maps of tokens and is missing: {_listed(self.loose)}.")
+        return notes
+
+    @property
+    def notes(self) -> list[str]:
+        """What a reader of the maps must know; nothing for a model that was read in full, as it answers in use."""
+        return [*self.gaps, DROPOUT] if self.dropout else self.gaps
 
     @property
     def depth(self) -> int | None:
@@ -105,7 +165,8 @@ class Trace:
         a sum it is set back.  `tolerance` is the mass that may be dropped on the way to a target row; where the
         model has no sinks the result falls short of one by what was dropped, which is its L1 error exactly.
 
-        Raises InputError for an option out of range, CaptureError where the layers do not form one chain.
+        Raises InputError for an option out of range, CaptureError where the layers do not form one chain,
+        MemoryLimitError for a whole map larger than half of the available memory.
         """
         ops = self._chain(layers)
         residual, discard, tolerance = (
@@ -121,6 +182,10 @@ class Trace:
         scaling: Scaling = "own" if changed else "none"
         if normalize is not None:
             scaling = "one" if normalize else "none"
+        if target is None and source is None and segments is None:
+            n = ops[-1].shape[2]
+            advice = "Ask for rows of it: rollout(target=...)."
+            check_fits((ops[-1].shape[0], n, n), 4, name="a whole rollout", advice=advice)
         mixing = Mixing(heads, residual, scaling, discard, self.valid)
         start, ask, single = self._question(ops[-1], target, source, segments)
         if ask == "target":
@@ -188,6 +253,12 @@ class Trace:
                     "lengths are not supported yet."
                 )
         return [self.ops[i] for i in layer_indices(layers, len(self.ops))]
+
+
+def _listed(names: Sequence[str]) -> str:
+    """The first names and how many more there are."""
+    more = len(names) - 3
+    return ", ".join(names[:3]) + (f" and {more} more" if more > 0 else "")
 
 
 def layer_indices(layers: Sequence[int] | None, count: int) -> list[int]:

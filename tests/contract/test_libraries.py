@@ -347,7 +347,7 @@ def test_an_error_inside_leaves_nothing(case: tuple[Row, nn.Module]) -> None:
         for number in (0, count // 2, count - 1):
             with Failing(number), pytest.raises(KeyError, match="in the model"):
                 run()
-            assert leftovers(model)[:5] == before[:5]
+            assert leftovers(model)[:7] == before[:7]
             model(*row.args, **row.given)  # what accelerate had loaded when it was interrupted goes with the next run
             assert leftovers(model) == before
         after = [op.weights() for op in run().ops]

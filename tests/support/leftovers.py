@@ -19,6 +19,8 @@ def leftovers(model: nn.Module) -> list[object]:
         len(module_globals._global_forward_hooks),
         len(module_globals._global_forward_pre_hooks),
         len(module_globals._global_forward_hooks_always_called),
+        len(module_globals._global_forward_hooks_with_kwargs),
+        bool(module_globals._has_any_global_hook()),
         len(_get_current_dispatch_mode_stack()),
         len(_get_current_function_mode_stack()),
         [(len(m._forward_hooks), len(m._forward_pre_hooks), len(m._backward_hooks)) for m in model.modules()],

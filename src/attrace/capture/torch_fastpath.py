@@ -150,7 +150,7 @@ def watch(
     enter: Enter,
     leave: Leave,
     tell: Enter,
-) -> tuple[Ends | RemovableHandle, ...]:
+) -> tuple[Ends | Outside | RemovableHandle, ...]:
     """Hooks at the ends of the model's forward.
 
     A `nn.TransformerEncoderLayer` that sees hooks on itself leaves its fast path, and its output changes in the
@@ -177,5 +177,16 @@ def watch(
 
     return (
         every_module.register_module_forward_pre_hook(entering),
-        every_module.register_module_forward_hook(leaving, with_kwargs=True, always_call=True),
+        Outside(every_module.register_module_forward_hook(leaving, with_kwargs=True, always_call=True)),
     )
+
+
+class Outside:
+    """A hook on all modules that is told keyword arguments; torch forgets to take back the note that it is."""
+
+    def __init__(self, handle: RemovableHandle) -> None:
+        self._handle = handle
+
+    def remove(self) -> None:
+        self._handle.remove()
+        every_module._global_forward_hooks_with_kwargs.pop(self._handle.id, None)

@@ -85,7 +85,9 @@ def is_layer(module: nn.Module) -> bool:
 def kind_of(layer: nn.Module, usual: set[type[nn.Module]]) -> str:
     """The class of the part that the layer has in the place of attention; of the layer where none stands out."""
     own = [type(part) for part in layer.children() if type(part) not in usual]
-    return own[0].__name__ if len(own) == 1 else type(layer).__name__
+    if len(own) == 1 or (own and isinstance(layer, (nn.ModuleList, nn.Sequential))):
+        return own[0].__name__
+    return type(layer).__name__
 
 
 def prefixes(name: str) -> list[str]:

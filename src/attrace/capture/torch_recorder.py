@@ -176,8 +176,10 @@ class Recorder(TorchDispatchMode):
         if threading.get_ident() == self._thread:
             self._running = False
             read = {op.name for op in self._trace.ops}
-            left = {id(f): f for f in self._pending.values() if f.map.ndim > 3 and f.caller.name not in read}
-            self._trace.loose += [f"{f.caller.name} (a softmax of shape {tuple(f.map.shape)})" for f in left.values()]
+            for caller, shape in {id(f): (f.caller, f.map.shape) for f in self._pending.values()}.values():
+                # One over the heads that its module names is attention; others count where nothing else was seen.
+                if len(shape) > 3 and (not read or (caller.heads in shape[1:3] and caller.name not in read)):
+                    self._trace.loose.append(f"{caller.name} (a softmax of shape {tuple(shape)})")
             self._pending.clear()
             self._trace.output = output
 
@@ -201,8 +203,7 @@ class Recorder(TorchDispatchMode):
                 return func.decompose(*args, **kwargs)
         out = func(*args, **kwargs)
         # Every operator of the model comes by here: one look-up decides.
-        part = PARTS[func]
-        if not part or not self._running:
+        if not (part := PARTS[func]) or not self._running:
             return out
         if part == "dropout":
             self._trace.dropout |= func is not aten.native_dropout.default or (args[1] > 0 and args[2] is not False)

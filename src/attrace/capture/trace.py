@@ -112,7 +112,7 @@ class Trace:
         notes = []
         if self.without:
             notes.append(
-                f"Attention was seen in {self.stack - len(self.without)} of {self.stack} layers; the others mix tokens "
+                f"Attention was seen in {self.stack - len(self.without)} of {self.stack} layers; the others work "
                 f"without it, and a picture knows nothing of them: {_listed(self.without)}."
             )
         if self.compiled and not self.without and len(self.ops) < (self.depth or 0):

@@ -269,15 +269,9 @@ class Recorder(TorchDispatchMode):
 
     def _layer(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         kind, tensors = self._layers.read(func, args, kwargs, values=self._values)
-        batch, heads, length, _ = tensors["query"].shape
-        op = kind(
-            name=self._layers.name_of(args, self._caller().name),
-            layer=len(self._trace.ops),
-            shape=(batch, heads, length, tensors["key"].shape[2]),
-            kind="self",
-            **tensors,
-        )
-        self._record(op)
+        shape = (*tensors["query"].shape[:3], tensors["key"].shape[2])
+        name = self._layers.name_of(args, self._caller().name)
+        self._record(kind(name=name, layer=len(self._trace.ops), shape=shape, kind="self", **tensors))
 
     def _softmax(self, args: tuple[Any, ...], out: Tensor) -> None:
         dim = args[1]

@@ -170,6 +170,13 @@ def quantised() -> nn.Module:
     return built
 
 
+def quantised_weights(family: str) -> nn.Module:
+    quantization = needed("torchao.quantization")
+    model = tiny.model(family)
+    quantization.quantize_(model, quantization.Int8WeightOnlyConfig())
+    return model
+
+
 def attention(**settings: Any) -> Callable[[], nn.Module]:
     return lambda: nn.MultiheadAttention(16, 4, **settings)
 
@@ -271,6 +278,8 @@ ROWS: dict[str, Row] = {
         names=("base_model.model.bert.encoder.layer.0.attention.self",),
     ),
     "quantised-bert": Row(quantised, _PAIR, (), PADDED),
+    "torchao-bert": Row(lambda: quantised_weights("bert"), _PAIR, (), PADDED),
+    "torchao-llama": Row(lambda: quantised_weights("llama"), _PAIR, (), PADDED),
     "shared-layers-albert": Row(
         lambda: tiny.model("albert"), _PAIR, (), PADDED,
         names=("albert.encoder.albert_layer_groups.0.albert_layers.0.attention",) * 2,

@@ -72,6 +72,7 @@ def test_hand_pins_are_in_the_lock() -> None:
         "open_clip",
         "peft",
         "accelerate",
+        "torchao",
     ],
 )
 def test_ci_has_what_tests_skip_for_elsewhere(module: str) -> None:

@@ -179,7 +179,7 @@ class Recorder(TorchDispatchMode):
             for caller, shape in {id(f): (f.caller, f.map.shape) for f in self._pending.values()}.values():
                 # One over the heads that its module names is attention; others count where nothing else was seen.
                 if len(shape) > 3 and (not read or (caller.heads in shape[1:3] and caller.name not in read)):
-                    self._trace.loose.append(f"{caller.name} (a softmax of shape {tuple(shape)})")
+                    self._trace.loose.setdefault(caller.name, f"{caller.name} (a softmax of shape {tuple(shape)})")
             self._pending.clear()
             self._trace.output = output
 

@@ -46,8 +46,8 @@ class Trace:
     ops: list[TorchAttention] = field(default_factory=list)
     unread: list[str] = field(default_factory=list)
     """Attention that was seen but cannot be read as (B, H, Q, T) maps."""
-    loose: list[str] = field(default_factory=list)
-    """Softmaxes in the form of maps that reach their values in another way than by one product: not read."""
+    loose: dict[str, str] = field(default_factory=dict)
+    """Modules with softmaxes in the form of maps that reach their values in another way than by one product: not read."""
     stack: int = 0
     """How many layers the stacks have of which some made no attention call, and ..."""
     without: list[str] = field(default_factory=list)
@@ -90,7 +90,7 @@ class Trace:
         if self.loose:
             raise CaptureError(
                 f"Expected attention as maps of (batch, heads, queries, keys). Received from {self.model}: softmaxes "
-                f"that do not multiply their values as such maps, {_listed(self.loose)}. Attention that is sparse by "
+                f"that do not multiply their values as such maps, {_listed([*self.loose.values()])}. Attention that is sparse by "
                 "construction, or whose heads are mixed, cannot be shown token to token; use a variant of the model "
                 "with full attention."
             )
@@ -121,7 +121,9 @@ class Trace:
                 f"that it fused with its surroundings. {UNCOMPILED}"
             )
         if self.loose:
-            notes.append(f"Some attention cannot be read as maps of tokens and is missing: {_listed(self.loose)}.")
+            notes.append(
+                f"Some attention cannot be read as maps of tokens and is missing: {_listed([*self.loose.values()])}."
+            )
         return notes
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -47,7 +47,7 @@ class Trace:
     unread: list[str] = field(default_factory=list)
     """Attention that was seen but cannot be read as (B, H, Q, T) maps."""
     loose: dict[str, str] = field(default_factory=dict)
-    """Modules with softmaxes in the form of maps that reach their values in another way than by one product: not read."""
+    """Modules whose softmaxes have the form of maps and reach their values otherwise than by one product: not read."""
     stack: int = 0
     """How many layers the stacks have of which some made no attention call, and ..."""
     without: list[str] = field(default_factory=list)
@@ -90,9 +90,9 @@ class Trace:
         if self.loose:
             raise CaptureError(
                 f"Expected attention as maps of (batch, heads, queries, keys). Received from {self.model}: softmaxes "
-                f"that do not multiply their values as such maps, {_listed([*self.loose.values()])}. Attention that is sparse by "
-                "construction, or whose heads are mixed, cannot be shown token to token; use a variant of the model "
-                "with full attention."
+                f"that do not multiply their values as such maps, {_listed(self.loose.values())}. Attention that is "
+                "sparse by construction, or whose heads are mixed, cannot be shown token to token; use a variant of "
+                "the model with full attention."
             )
         if self.compiled:
             raise CaptureError(
@@ -122,7 +122,7 @@ class Trace:
             )
         if self.loose:
             notes.append(
-                f"Some attention cannot be read as maps of tokens and is missing: {_listed([*self.loose.values()])}."
+                f"Some attention cannot be read as maps of tokens and is missing: {_listed(self.loose.values())}."
             )
         return notes
 
@@ -257,10 +257,11 @@ class Trace:
         return [self.ops[i] for i in layer_indices(layers, len(self.ops))]
 
 
-def _listed(names: Sequence[str]) -> str:
+def _listed(names: Iterable[str]) -> str:
     """The first names and how many more there are."""
-    more = len(names) - 3
-    return ", ".join(names[:3]) + (f" and {more} more" if more > 0 else "")
+    named = list(names)
+    more = len(named) - 3
+    return ", ".join(named[:3]) + (f" and {more} more" if more > 0 else "")
 
 
 def layer_indices(layers: Sequence[int] | None, count: int) -> list[int]:

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 
 import pytest
+import small
 import tiny
 import torch
 from leftovers import leftovers
@@ -104,6 +105,18 @@ def test_blocks_of_a_compiled_model_are_read_from_its_own_code() -> None:
     assert all(op.value is not None for op in trace.ops)
     for op, own in zip(trace.ops, plain.ops, strict=True):
         torch.testing.assert_close(op.weights(), own.weights())
+
+
+def test_an_explanation_reads_all_of_a_compiled_model() -> None:
+    tokenizer = small.word_pieces()
+    model = tiny.model("bert", "eager")
+    plain = attrace.explain(model, "The capital of France", processor=tokenizer, method="rollout")
+    model.compile(backend="aot_eager")
+    original = model._compiled_call_impl
+    result = attrace.explain(model, "The capital of France", processor=tokenizer, method="rollout")
+    assert result.scores.tolist() == plain.scores.tolist()
+    assert result.notes == plain.notes
+    assert model._compiled_call_impl is original
 
 
 def test_one_model_compiled_in_place_in_several_threads() -> None:

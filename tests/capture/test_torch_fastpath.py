@@ -79,6 +79,12 @@ def test_an_encoders_maps_are_those_of_the_slow_path(masks: str, norm_first: boo
     assert torch.equal(trace.output, plain)
     assert leftovers(model) == before
     assert [op.name for op in trace.ops] == ["layers.0.self_attn", "layers.1.self_attn"]
+    ones = torch.ones(2, 6)
+    for op in trace.ops:  # rows of padding are in no product that leaves them out of the map
+        fused = op.weights().mean(1)
+        torch.testing.assert_close(op.rmatvec(ones), fused.sum(1), atol=1e-5, rtol=0)
+        torch.testing.assert_close(op.matvec(ones), fused.sum(2), atol=1e-5, rtol=0)
+        torch.testing.assert_close(op.weights([2, 5]), op.weights()[:, :, [2, 5]])
     real = ~given.get("src_key_padding_mask", torch.zeros(2, 6, dtype=torch.bool))
     for op, own in zip(trace.ops, own_maps(model, x, given), strict=True):
         assert (op.shape, op.kind) == ((2, 4, 6, 6), "self")
@@ -253,6 +259,16 @@ def test_fused_layers_in_two_threads_do_not_mix() -> None:
         thread.join()
     for i, rollout in enumerate(expected):
         assert all(torch.equal(got, rollout) for got in results[i])
+
+
+def test_values_are_recorded_where_they_are_asked_for() -> None:
+    model, x = encoder(norm_first=True), torch.randn(2, 6, 16)
+    with attrace.record(model, values=True) as trace:
+        model(x)
+    layer = model.layers[0]
+    own = nn.functional.linear(layer.norm1(x), layer.self_attn.in_proj_weight[32:], layer.self_attn.in_proj_bias[32:])
+    torch.testing.assert_close(trace.ops[0].value.transpose(1, 2).flatten(2), own)
+    assert attrace.trace(model, x).ops[0].value is None
 
 
 def test_one_mask_is_held_once_for_all_heads_and_layers() -> None:

@@ -339,6 +339,9 @@ def test_maps_and_output_are_the_models_own(case: tuple[Row, nn.Module]) -> None
         assert weights.dtype == wide
         torch.testing.assert_close(weights, expected.to(wide), atol=1e-5, rtol=0)
         assert torch.equal(weights, second.weights())
+        for product, fused in ((op.rmatvec, weights.mean(1)), (op.matvec, weights.mean(1).mT)):
+            vector = torch.rand(fused.shape[:2], dtype=wide)
+            torch.testing.assert_close(product(vector), torch.einsum("bqt,bq->bt", fused, vector), atol=1e-5, rtol=0)
         assert weights.std() > 1e-3  # maps that are all the same would hide a mistake
         assert op.kind == (row.kind or ("self" if op.shape[2] == op.shape[3] else "cross"))
 

@@ -161,7 +161,7 @@ def ask(loaded: Loaded, encoding: Encoding, target: str, *, detail: bool = False
     `detail` keeps what contribution methods need.  Raises TargetError for a target that the model does not have,
     CaptureError where no attention was seen, NonFiniteError where the model gives NaN (names layer and token).
     """
-    with torch.no_grad(), recording(loaded.model, values=detail) as trace:
+    with torch.no_grad(), recording(loaded.model, values=detail, compiled=False) as trace:
         output = run(loaded, encoding.inputs)
     trace.check()
     _check_finite(loaded, encoding, trace, output)

@@ -36,8 +36,9 @@ class PackedAttention(QueryKeyAttention):
     real: Tensor = field(kw_only=True, repr=False)
     """(B, n), True at the tokens that the packed sequences hold."""
 
-    def _rows(self, rows: Tensor) -> Tensor:
-        return super()._rows(rows) * self.real[:, None, rows, None]
+    def _recomputed(self, rows: Tensor | None) -> Tensor:
+        real = self.real if rows is None else self.real[:, rows]
+        return super()._recomputed(rows) * real[:, None, :, None]
 
 
 class FusedLayers:

@@ -422,8 +422,11 @@ def is_composite(func: Any) -> bool:
 
 
 @contextmanager
-def recording(model: nn.Module, *, values: bool = False) -> Iterator[Trace]:
-    """`record` without its warnings, for callers that show the trace's notes themselves."""
+def recording(model: nn.Module, *, values: bool = False, compiled: bool = True) -> Iterator[Trace]:
+    """`record` without its warnings, for callers that show the trace's notes themselves.
+
+    `compiled=False` runs the model's own code where it was compiled: for callers that need all maps and not the output.
+    """
     if not isinstance(model, nn.Module):
         raise CaptureError(f"Expected a torch.nn.Module. Received: {type(model).__name__}.")
     trace = Trace(type(model).__name__, config=getattr(model, "config", None))
@@ -434,8 +437,8 @@ def recording(model: nn.Module, *, values: bool = False) -> Iterator[Trace]:
     modules = modules_of(model)
     kind = Recorder
     if has_compiled_parts(modules.values()):  # blocks are watched by hooks, which compiled code would take in
-        trace.compiled = blocks is None
-        kind = GuardedRecorder if blocks else CompiledRecorder
+        trace.compiled = compiled and blocks is None
+        kind = CompiledRecorder if trace.compiled else GuardedRecorder
     recorder = kind(trace, modules, blocks=blocks)
     with ExitStack() as undo:
         for handle in blocks.watch() if blocks else ():

@@ -262,7 +262,7 @@ class Recorder(TorchDispatchMode):
 
     def _kept(self, tensor: Tensor, *, packed: bool = False) -> Tensor:
         """The tensor as it is now: compiled code takes its buffers again, what is packed would keep values alive."""
-        if not self._trace.compiled and not packed:
+        if not self._trace.precompiled and not packed:
             return tensor.detach()
         once = tuple(slice(1) if stride == 0 else slice(None) for stride in tensor.stride())  # where it is expanded
         return tensor.detach()[once].clone().expand(tensor.shape)
@@ -437,8 +437,8 @@ def recording(model: nn.Module, *, values: bool = False, compiled: bool = True) 
     modules = modules_of(model)
     kind = Recorder
     if has_compiled_parts(modules.values()):  # blocks are watched by hooks, which compiled code would take in
-        trace.compiled = compiled and blocks is None
-        kind = CompiledRecorder if trace.compiled else GuardedRecorder
+        trace.precompiled = compiled and blocks is None
+        kind = CompiledRecorder if trace.precompiled else GuardedRecorder
     recorder = kind(trace, modules, blocks=blocks)
     with ExitStack() as undo:
         for handle in blocks.watch() if blocks else ():

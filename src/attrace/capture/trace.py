@@ -54,7 +54,7 @@ class Trace:
     """... which those are."""
     parts: str = ""
     """What a model without attention is made of."""
-    compiled: bool = False
+    precompiled: bool = False
     """Whether parts of the model ran as compiled code, where an unfused softmax is not seen."""
     dropout: bool = False
     """Whether random numbers were drawn while the model ran, as in training mode."""
@@ -94,7 +94,7 @@ class Trace:
                 "sparse by construction, or whose heads are mixed, cannot be shown token to token; use a variant of "
                 "the model with full attention."
             )
-        if self.compiled:
+        if self.precompiled:
             raise CaptureError(
                 f"Expected fused attention in the compiled parts of {self.model}. Received: none; compiled code does "
                 f"not show a softmax that it fused with its surroundings. {UNCOMPILED}"
@@ -115,7 +115,7 @@ class Trace:
                 f"Attention was seen in {self.stack - len(self.without)} of {self.stack} layers; the others work "
                 f"without it, and a picture knows nothing of them: {_listed(self.without)}."
             )
-        if self.compiled and not self.without and len(self.ops) < (self.depth or 0):
+        if self.precompiled and not self.without and len(self.ops) < (self.depth or 0):
             notes.append(
                 f"Attention was seen in {len(self.ops)} of {self.depth} layers: compiled code does not show a softmax "
                 f"that it fused with its surroundings. {UNCOMPILED}"

@@ -5,10 +5,9 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 LOCK   := requirements/lock.txt
+NODEPS := requirements/no-deps.txt
 UV     := uv==0.13.9
-# Libraries of vision models that tests build.  They name torchvision as a requirement, which does not load beside the
-# CPU build of torch: it lies in a folder of its own, see tests/support/torchvision_ops.py.
-VISION      := timm==1.0.31 open_clip_torch==3.3.0
+# In a folder of its own: it does not load beside the CPU build of torch, see tests/support/torchvision_ops.py.
 TORCHVISION := torchvision==0.28.0
 
 CACHE  := $(or $(ATTRACE_CACHE),$(HOME)/.cache/attrace)
@@ -55,9 +54,9 @@ $(VENV)/prepare.stamp: pyproject.toml $(LOCK) | $(BIN)/python
 	$(BIN)/python -m pip install --quiet -e '.[hf,prepare]'
 	@touch $(VENV)/hf.stamp $@
 
-$(VENV)/dev.stamp: pyproject.toml $(LOCK) | $(BIN)/python
+$(VENV)/dev.stamp: pyproject.toml $(LOCK) $(NODEPS) | $(BIN)/python
 	$(BIN)/python -m pip install --quiet -e '.[hf,dev]'
-	$(BIN)/python -m pip install --quiet --no-deps $(VISION)
+	$(BIN)/python -m pip install --quiet --no-deps -r $(NODEPS)
 	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(VENV)/torchvision $(TORCHVISION)
 	@touch $(VENV)/hf.stamp $(VENV)/prepare.stamp $@
 

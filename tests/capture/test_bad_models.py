@@ -81,6 +81,15 @@ def test_a_model_without_attention_is_an_error_that_says_what_it_has(name: str) 
         traced(build(), inputs)
 
 
+def test_a_model_without_parts_is_an_error_too() -> None:
+    class Plain(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.softmax(-1)
+
+    with pytest.raises(CaptureError, match=r"Received: none \(1 calls of the model.*multiplies values\)\. Call"):
+        attrace.trace(Plain(), torch.randn(2, 3, 4))
+
+
 _MAMBA = {"mamba_d_state": 4, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1}
 HYBRIDS: dict[str, tuple[str, str, dict[str, Any], list[int], int, str]] = {
     "jamba": (

@@ -97,10 +97,15 @@ def prefixes(name: str) -> list[str]:
 
 
 def described(model: nn.Module, stacks: Mapping[str, nn.Module]) -> str:
-    """What a model without attention is made of: its first stack of layers, and the classes of their parts."""
+    """What a model without attention is made of: its first stack of layers, and the classes of their parts.
+
+    Empty for a model that has no modules inside.
+    """
     lists = (name for name in stacks if name and len(list(stacks[name].children())) > 0)
     name = min(lists, key=lambda n: (isinstance(stacks[n], nn.Sequential), n.count(".")), default="")
     layers = list(stacks[name].children()) if name else list(model.children())
+    if not layers:
+        return ""
     kinds = dict.fromkeys(type(layer).__name__ for layer in layers)
     parts = dict.fromkeys(
         type(part).__name__
@@ -110,4 +115,4 @@ def described(model: nn.Module, stacks: Mapping[str, nn.Module]) -> str:
         if not type(part).__module__.startswith("torch.nn")
     )
     inside = f" with {', '.join(list(parts)[:PARTS_NAMED])}" if parts else ""
-    return f"{len(layers)} layers {name or 'at its top'}: {', '.join(list(kinds)[:PARTS_NAMED]) or 'none'}{inside}"
+    return f"{len(layers)} layers {name or 'at its top'}: {', '.join(list(kinds)[:PARTS_NAMED])}{inside}"

@@ -69,6 +69,15 @@ def real() -> Callable[[str], Path]:
 
 
 @pytest.fixture(scope="session")
+def compiler() -> str:
+    """Path of a C++ compiler, which torch.compile calls."""
+    for name in ("g++", "clang++"):
+        if path := shutil.which(name):
+            return path
+    lacking("no C++ compiler is installed, which torch.compile needs: install g++")
+
+
+@pytest.fixture(scope="session")
 def chromium() -> str:
     """Path of a Chromium."""
     for name in ("chromium", "chromium-browser", "google-chrome"):

@@ -202,8 +202,11 @@ def test_a_model_object_is_left_as_it_was(models: dict[str, Path]) -> None:
     result = attrace.explain(model, TEXT, processor=tokenizer, seed=3)
     assert model.training
     assert torch.equal(torch.random.get_rng_state(), state)
-    assert any("training mode" in note for note in result.notes)
     np.testing.assert_allclose(result.scores, by_name.scores, atol=1e-6)
+    assert not any("dropout" in note for note in result.notes)
+    model.bert.embeddings.dropout.p = 0.1
+    result = attrace.explain(model, TEXT, processor=tokenizer, seed=3)
+    assert any("training mode" in note for note in result.notes)
     with pytest.raises(errors.InputError, match="tokenizer of BertForSequenceClassification"):
         attrace.explain(model, TEXT)
 

@@ -316,12 +316,9 @@ def _notes(name: str, target: str, subject: AnySubject, scores: Scores) -> list[
             f"Only {100 * text:.1f} % of the mass is in the text, the rest in special tokens: colours and bars are "
             "scaled to that little."
         )
-    if not method(name).sees_target and trace.depth is not None and len(trace.ops) < trace.depth:
-        notes.append(
-            f"Attention was seen in {len(trace.ops)} of {trace.depth} layers; the others mix tokens without it, and "
-            "the picture knows nothing of them."
-        )
-    return [*notes, *subject.remarks]
+    if not method(name).sees_target:
+        notes += trace.gaps
+    return [*notes, *subject.remarks, *(note for note in trace.notes if note not in trace.gaps)]
 
 
 def _begun(subject: AnySubject) -> Any:

@@ -9,10 +9,12 @@
     ├── ModelError            a model that cannot be read
     │   ├── UnsafeWeightsError  weights in pickle form
     │   └── CaptureError      no attention seen, or attention that cannot be read
+    ├── MemoryLimitError      a map too large for the memory at hand (also a MemoryError)
     ├── OutputError           a file that cannot be written
     └── MissingDependencyError  an optional package is not installed (also an ImportError)
 
-Every message says what was expected, what came, and what to do.
+Every message says what was expected, what came, and what to do.  What can be read, but not as a whole, is an
+AttraceWarning, a UserWarning of its own.
 """
 
 from __future__ import annotations
@@ -54,9 +56,17 @@ class CaptureError(ModelError):
     """No attention was seen, or what was seen cannot be read as attention."""
 
 
+class MemoryLimitError(AttraceError, MemoryError):
+    """A result asked for as a whole would not fit in the memory at hand; it can be had in parts."""
+
+
 class OutputError(AttraceError):
     """A result that cannot be written where it was asked for."""
 
 
 class MissingDependencyError(AttraceError, ImportError):
     """An optional package is missing; the message names the extra that brings it."""
+
+
+class AttraceWarning(UserWarning):
+    """A trace that can be read, with something to know of it: layers without attention, dropout that was on."""

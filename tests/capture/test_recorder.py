@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 import attrace
-from attrace.capture.torch_recorder import modules_of
-from attrace.errors import CaptureError, InputError, NonFiniteError, ShapeError
+from attrace.capture.torch_layers import modules_of
+from attrace.errors import AttraceWarning, CaptureError, InputError, NonFiniteError, ShapeError
 from attrace.ops.attention import naive
 
 
@@ -185,7 +185,8 @@ def test_maps_that_meet_no_values_are_an_error(change: Callable[[Tensor], Tensor
 def test_dropout_after_the_softmax_is_taken_back() -> None:
     x = torch.randn(1, 2, 5, 8)
     model = Custom(nn.Dropout(0.5))
-    trace = attrace.trace(model, x)
+    with pytest.warns(AttraceWarning, match="dropout was on"):
+        trace = attrace.trace(model, x)
     torch.testing.assert_close(trace.ops[0].weights(), (x @ x.mT).softmax(-1))
     with pytest.raises(CaptureError):
         attrace.trace(Custom(nn.Dropout(0.5, inplace=True)), x)

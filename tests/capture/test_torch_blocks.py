@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel
 
+from attrace import record
 from attrace.capture.families import FAMILIES, path_from
-from attrace.capture.torch_recorder import record
 from attrace.capture.trace import Trace
 from attrace.errors import CaptureError
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import BertConfig, BertModel, LlamaConfig, LlamaModel
 
-from attrace.capture.torch_recorder import record
+from attrace import record
 from attrace.errors import CaptureError
 from attrace.methods.alti import alti
 from attrace.methods.registry import METHODS

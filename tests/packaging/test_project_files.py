@@ -57,7 +57,23 @@ def test_hand_pins_are_in_the_lock() -> None:
 @pytest.mark.skipif(not os.environ.get("CI"), reason="only CI must have everything; elsewhere tests say what they miss")
 @pytest.mark.parametrize(
     "module",
-    ["torch", "transformers", "jax", "tensorflow", "ml_dtypes", "networkx", "scipy", "sklearn", "onnx", "playwright"],
+    [
+        "torch",
+        "transformers",
+        "jax",
+        "tensorflow",
+        "ml_dtypes",
+        "networkx",
+        "scipy",
+        "sklearn",
+        "onnx",
+        "playwright",
+        "timm",
+        "open_clip",
+        "peft",
+        "accelerate",
+        "torchao",
+    ],
 )
 def test_ci_has_what_tests_skip_for_elsewhere(module: str) -> None:
     assert find_spec(module) is not None

@@ -8,7 +8,6 @@ numbers, so that casts, masks, dropout and reshapes in between need no table.
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -87,12 +86,7 @@ class Recorder:
         first = next(iter(arguments.values()), None)
         named = {**(first if isinstance(first, Mapping) else {}), **arguments}
         self._trace.begin(next((named[k] for k in PADDING if len(getattr(named.get(k), "shape", ())) == 2), None))
-        if arguments.get("training"):
-            warnings.warn(
-                f"{self._trace.model} runs with training=True: dropout is on in its output. The recorded weights are "
-                "those before dropout.",
-                stacklevel=2,
-            )
+        self._trace.dropout |= bool(arguments.get("training"))
 
     def leave(self, layer: Any, output: Any) -> None:
         self._stack.pop()
@@ -315,11 +309,10 @@ def on_tpu() -> bool:
 
 
 @contextmanager
-def record(model: Any, *, values: bool = False) -> Iterator[Trace]:
-    """Record the attention of every call of a Keras model inside the block: `attrace.record`.
+def recording(model: Any) -> Iterator[Trace]:
+    """Record a Keras model or layer: `attrace.record` without its warnings.
 
-    The model must be called itself, on values; what Keras compiles (predict, fit, generate) shows none.  `values`
-    is for PyTorch models.
+    The model must be called itself, on values; what Keras compiles (predict, fit, generate) shows none.
     """
     if not isinstance(model, keras.Layer):
         raise CaptureError(f"Expected a Keras model or layer. Received: {type(model).__name__}.")

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from attrace.capture.keras_encoding import KerasEncoding, Reader, any_length, encode, masked, reader, without
 from attrace.capture.keras_ops import to_numpy
-from attrace.capture.keras_recorder import record
+from attrace.capture.keras_recorder import recording
 from attrace.capture.keras_seam import Call, listening
 from attrace.capture.keras_targets import Answer, answer_of, class_question, next_question
 from attrace.capture.targets import Question
@@ -138,7 +138,7 @@ def ask(model: Any, processor: Any, text: str, target: str) -> KerasSubject:
     found = reader(processor)
     encoding = encode(found, model, text)
     states = LastStates(len(encoding))
-    with listening(states), record(model) as trace:
+    with listening(states), recording(model) as trace:
         output = model(encoding.inputs)
     trace.check()
     answer = answer_of(model, output, len(encoding), causal=trace.is_causal())

@@ -23,7 +23,7 @@ from attrace.capture.targets import (
     token_question,
     vector_question,
 )
-from attrace.capture.torch_recorder import record
+from attrace.capture.torch_recorder import recording
 from attrace.capture.trace import Trace
 from attrace.errors import CaptureError, InputError, NonFiniteError, ShapeError
 from attrace.types import Floats, Progress
@@ -113,8 +113,6 @@ class TextSubject:
         unknown = int(self.encoding.ids.eq(self.loaded.tokenizer.unk_token_id or -1).sum())
         if unknown:
             notes.append(f"{unknown} tokens are unknown to the model's vocabulary: it cannot tell them apart.")
-        if self.loaded.model.training:
-            notes.append("The model is in training mode: dropout was on. Call model.eval() for its true answer.")
         return notes
 
     @property
@@ -240,7 +238,7 @@ def ask(loaded: Loaded, encoding: Encoding, target: str, *, detail: bool = False
     given = dict(encoding.inputs)
     if encoding.begun is not None:
         given["decoder_input_ids"] = encoding.begun
-    with torch.no_grad(), record(loaded.model, values=detail) as trace:
+    with torch.no_grad(), recording(loaded.model, values=detail, compiled=False) as trace:
         output = run(loaded, given)
     trace.check()
     _check_finite(loaded, encoding, trace, output)

@@ -44,10 +44,6 @@ class Weighted:
     value: Tensor
     product: Tensor
 
-    @property
-    def caller(self) -> Caller:
-        return self.softmax.caller
-
     def is_read(self, dims: list[int]) -> bool:
         """Whether the sum is A V of one stream of values: (..., Q, T, 1) times (..., 1, T, D), summed over T."""
         shape, out = self.softmax.map.shape, self.product.shape
@@ -65,12 +61,12 @@ class Rearranged:
     softmax: PendingSoftmax
     copy: Tensor
 
-    @property
-    def caller(self) -> Caller:
-        return self.softmax.caller
-
 
 Pending = PendingSoftmax | Weighted | Rearranged
+
+
+def softmax_of(pending: Pending) -> PendingSoftmax:
+    return pending if isinstance(pending, PendingSoftmax) else pending.softmax
 
 
 @dataclass(frozen=True)

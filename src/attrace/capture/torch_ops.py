@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 import torch
 from torch import Tensor
 
+from attrace.capture.memory import check_fits
 from attrace.errors import CaptureError, InputError, NonFiniteError, ShapeError
 from attrace.ops.attention.rows import CHUNK, blocks, contract, mean_of_heads, weight_rows, working_dtype
 from attrace.ops.heads import CheckedHeads, check_heads, fuse_heads
@@ -92,7 +93,8 @@ class TorchAttention:
 
         Weights are those before dropout, in float32 (float64 for a float64 model).  Rows sum to one, or less
         where the model has a sink; a row with nothing to attend to is all zeros.  A row out of range is an
-        InputError; NaN is a NonFiniteError that names layer and row.
+        InputError; NaN is a NonFiniteError that names layer and row; a map larger than half of the available memory
+        is a MemoryLimitError, and some of its rows can be asked for instead.
         """
         length = self.shape[2]
         if rows is None:
@@ -104,7 +106,13 @@ class TorchAttention:
             if len(index) and (int(index.min()) < -length or int(index.max()) >= length):
                 raise InputError(f"Expected query rows from 0 to {length - 1} of {self.name}. Received: {rows!r}.")
             index = index % length
+        batch, heads, _, keys = self.shape
+        self._fits((batch, heads, len(index), keys), "Ask for some of its rows at a time: weights(rows=...).")
         return self._checked(index)
+
+    def _fits(self, shape: tuple[int, ...], advice: str) -> None:
+        free = torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else None
+        check_fits(shape, self.dtype.itemsize, name=f"the map of {self.name}", advice=advice, free=free)
 
     def matvec(self, x: Tensor, *, heads: Heads = "mean") -> Tensor:
         """Fused map times x: (B, T) -> (B, Q), or (B, T, M) -> (B, Q, M), in x's dtype."""
@@ -150,6 +158,8 @@ class TorchAttention:
 
     def fused(self, heads: Heads = "mean") -> Tensor:
         """The head-fused map, (B, Q, T)."""
+        batch, _, length, keys = self.shape
+        self._fits((batch, length, keys), "Ask for products with it, matvec and rmatvec, or for rows of its heads.")
         return self._sound(torch.cat(list(self._fused_blocks(heads)), dim=1))
 
     def _fused_blocks(self, heads: Heads) -> Iterator[Tensor]:

@@ -8,10 +8,9 @@ the block ends, also after an error in the model.
 
 from __future__ import annotations
 
-import inspect
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import lru_cache
 from types import FrameType
@@ -22,11 +21,23 @@ from torch import Tensor, nn
 from torch.overrides import enable_reentrant_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from attrace.capture import torch_external, torch_fastpath
 from attrace.capture.registered import RegistryObserver
-from attrace.capture.registry import refuse_flex, watching
+from attrace.capture.registry import in_use, refuse_flex, watching
 from attrace.capture.steps import Call, KeyStore, below_compiler, call_of, joins_cache
 from attrace.capture.torch_blocks import BlockInputs
-from attrace.capture.torch_forms import Caller, Pending, PendingSoftmax, Reading, Rearranged, Weighted, read_map
+from attrace.capture.torch_compiled import has_compiled_parts
+from attrace.capture.torch_forms import (
+    Caller,
+    Pending,
+    PendingSoftmax,
+    Reading,
+    Rearranged,
+    Weighted,
+    read_map,
+    softmax_of,
+)
+from attrace.capture.torch_layers import described, layers_without, modules_of, stacks_of
 from attrace.capture.torch_ops import QueryKeyAttention, SoftmaxAttention, TorchAttention, version_of
 from attrace.capture.trace import Trace
 from attrace.errors import CaptureError
@@ -73,13 +84,17 @@ HEAD_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "num_hea
 # Arguments of an attention module's forward that hold a second stream.
 SECOND_STREAMS = ("key_value_states", "encoder_hidden_states", "encoder_states", "memory")
 PRODUCTS = {aten.bmm.default, aten.baddbmm.default}
-PARTS: dict[Any, str] = {
+PARTS = torch_external.Parts({
     **dict.fromkeys(FUSED, "fused"),
     **dict.fromkeys(SOFTMAX, "softmax"),
     **dict.fromkeys(PRODUCTS, "product"),
     **dict.fromkeys(CARRIERS | REARRANGED, "carrier"),
+    **dict.fromkeys(torch_fastpath.LAYERS, "layer"),
     aten.sum.dim_IntList: "sum",
-}
+    torch_fastpath.NESTING: "nesting",
+    aten.native_dropout.default: "dropout",
+    aten.bernoulli_.float: "dropout",
+})  # fmt: skip
 
 
 def storage_of(tensor: Tensor) -> int:
@@ -109,6 +124,8 @@ class Recorder(TorchDispatchMode):
         self._values = blocks is not None
         self._thread = threading.get_ident()
         self._names = {id(module): name or trace.model for name, module in modules.items()}
+        self._modules = modules
+        self._layers = torch_fastpath.FusedLayers(modules)
         self._running = False
         self._call = Call()
         self._keys = KeyStore()
@@ -129,6 +146,8 @@ class Recorder(TorchDispatchMode):
         switch off the fast paths that check for hooks, and run in other threads.  ANOTHER where no module of the
         model is on the stack.
         """
+        if not self._running and torch._C._current_graph_task_id() != -1:
+            return ANOTHER  # a backward pass runs checkpointed layers again
         frame: FrameType | None = sys._getframe(1)
         while frame is not None:
             code = frame.f_code
@@ -162,19 +181,43 @@ class Recorder(TorchDispatchMode):
             self.__class__ = self.guarded  # generate() compiles the model when it has already begun
         self._running = True
         self._pending.clear()
-        given = named_arguments(model, args, kwargs)
+        given = torch_fastpath.named_arguments(model, args, kwargs)
         sizes = {v.shape[0] for k in BATCHED if isinstance(v := given.get(k), Tensor) and v.ndim}
         self._batch = sizes.pop() if len(sizes) == 1 else None
         self._call = call_of(given, self._call)
         self._call.running = True
-        self._trace.begin(given.get("attention_mask"), self._call)
+        self._trace.begin(torch_fastpath.real_tokens(given), self._call)
+
+    def see_tokens(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if threading.get_ident() == self._thread:
+            self._trace.see_tokens(torch_fastpath.real_tokens(torch_fastpath.named_arguments(model, args, kwargs)))
 
     def leave_model(self, _model: nn.Module, _args: Any, output: Any) -> None:
         if threading.get_ident() == self._thread:
             self._running = self._call.running = False
             self._call.made(output)
+            self._note_loose()
             self._pending.clear()
             self._trace.output = output
+
+    def _note_loose(self) -> None:
+        """Tell the trace of softmaxes with the form of maps that met no values."""
+        if not self._pending:
+            return
+        read = {op.name for op in self._trace.ops}
+        for found in {id(f): f for f in map(softmax_of, self._pending.values())}.values():
+            name, heads, shape = found.caller.name, found.caller.heads, tuple(found.map.shape)
+            # One over the heads that its module names is attention; others count where nothing else was seen.
+            if len(shape) > 3 and (not read or (heads in shape[1:3] and name not in read)):
+                self._trace.loose.setdefault(name, f"{name} (a softmax of shape {shape})")
+
+    def sum_up(self) -> None:
+        """Tell the trace, once the model has run, which of its layers made no attention call."""
+        stacks = stacks_of(self._modules)
+        if self._trace.ops:
+            self._trace.stack, self._trace.without = layers_without(stacks, (op.name for op in self._trace.ops))
+        else:
+            self._trace.parts = described(self._modules[""], stacks)
 
     @property
     def model(self) -> str:
@@ -192,15 +235,21 @@ class Recorder(TorchDispatchMode):
                 return func.decompose(*args, **kwargs)
         out = func(*args, **kwargs)
         # Every operator of the model comes by here: one look-up decides.
-        part = PARTS.get(func)
-        if part is None:
+        part = PARTS[func]
+        if not part:
             return out
-        if part == "fused":
+        if part == "dropout" and self._running:
+            self._trace.dropout |= func is not aten.native_dropout.default or (args[1] > 0 and args[2] is not False)
+        if part in ("fused", "external"):
             with enable_reentrant_dispatch():  # so that detached tensors share their version counters
-                self._fused(func, args, kwargs)
+                (self._fused if part == "fused" else self._external)(func, args, kwargs)
             self._keys.share(self._trace.ops, self._call)
         elif part == "softmax":
             self._softmax(args, out)
+        elif part == "layer":
+            self._layer(func, args, kwargs)
+        elif part == "nesting":
+            self._layers.nest(args)
         elif self._pending and part == "product":
             self._product(args)
         elif self._pending and part == "sum":
@@ -212,14 +261,31 @@ class Recorder(TorchDispatchMode):
     def _fused(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         query, key, value = args[:3]
         bias_at, causal_at = FUSED[func]
+        self._trace.dropout |= self._running and len(args) >= causal_at and args[causal_at - 1] > 0
         bias = kwargs.get("attn_mask") if bias_at is None else args[bias_at]
+        causal = bool(args[causal_at]) if len(args) > causal_at else False
+        self._query_key(query, key, value, bias=bias, causal=causal, scale=kwargs.get("scale"))
+
+    def _external(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        call = torch_external.read(func, args, kwargs)
+        if isinstance(call, str):
+            if (caller := self._caller()) is not ANOTHER:
+                self._trace.unread.append(f"{caller.name} ({call})")
+            return
+        self._trace.dropout |= self._running and call.dropout > 0
+        self._query_key(call.query, call.key, call.value, bias=call.bias, causal=call.causal, scale=call.scale)
+
+    def _query_key(
+        self, query: Tensor, key: Tensor, value: Tensor, *, bias: Tensor | None, causal: bool, scale: float | None
+    ) -> None:
         caller = self._caller()
         if caller is ANOTHER:
             return
+        packed = storage_of(query) == storage_of(key) == storage_of(value) and not self._values and query is not key
         if caller.queries == 1 < query.shape[2]:  # one token, the heads of each group along the query axis
-            query, bias = (
-                t if t is None or t.shape[1] == 1 else t.reshape(t.shape[0], -1, 1, t.shape[3]) for t in (query, bias)
-            )
+            query = query.reshape(query.shape[0], -1, 1, query.shape[3])
+            if bias is not None and bias.shape[1] > 1:
+                bias = bias.reshape(bias.shape[0], -1, 1, bias.shape[3])
         shape = (query.shape[0], query.shape[1], query.shape[2], key.shape[2])
         windows = self._windows(shape[0])
         self._record(
@@ -230,26 +296,45 @@ class Recorder(TorchDispatchMode):
                 kind=self._kind_of(caller, shape, windows),
                 windows=windows,
                 value=value.detach() if self._values else None,
-                query=query.detach(),
-                key=key.detach(),
-                bias=None if bias is None else bias.detach(),
-                is_causal=bool(args[causal_at]) if len(args) > causal_at else False,
-                scale=kwargs.get("scale"),
+                query=self._kept(query, packed=packed),
+                key=self._kept(key, packed=packed),
+                bias=None if bias is None else self._kept(bias),
+                is_causal=causal,
+                scale=scale,
             )
         )
 
+    def _kept(self, tensor: Tensor, *, packed: bool = False) -> Tensor:
+        """The tensor as it is now: compiled code takes its buffers again, what is packed would keep values alive."""
+        if not self._trace.precompiled and not packed:
+            return tensor.detach()
+        once = tuple(slice(1) if stride == 0 else slice(None) for stride in tensor.stride())  # where it is expanded
+        return tensor.detach()[once].clone().expand(tensor.shape)
+
+    def _layer(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        caller = self._caller()
+        if caller is ANOTHER:
+            return
+        kind, tensors = self._layers.read(func, args, kwargs, values=self._values)
+        shape = (*tensors["query"].shape[:3], tensors["key"].shape[2])
+        name = self._layers.name_of(args, caller.name)
+        self._record(kind(name=name, layer=len(self._trace.ops), shape=shape, kind="self", **tensors))
+
     def _softmax(self, args: tuple[Any, ...], out: Tensor) -> None:
         dim = args[1]
+        if out.is_nested:
+            self._trace.unread.append(f"{self._caller().name} (on a nested tensor; give a padded batch and its mask)")
+            return
         column = out.ndim == 3 and dim in (1, -2) and out.shape[0] == self._batch and out.shape[2] == 1
         if not (out.ndim >= 3 and (dim in (-1, out.ndim - 1) or column)):
             return
         if (caller := self._caller()) is not ANOTHER:
             with enable_reentrant_dispatch():
-                kept = out.detach()
+                kept = self._kept(out)
                 if column:  # one query for each item, its weights upright: (B, T, 1)
                     kept = kept.transpose(1, 2)
             if not self._running:  # nothing else clears what met no values
-                self._pending = {k: p for k, p in self._pending.items() if p.caller.name == caller.name}
+                self._pending = {k: p for k, p in self._pending.items() if softmax_of(p).caller.name == caller.name}
             found = PendingSoftmax(kept, version_of(kept), caller)
             found.carriers[storage_of(out)] = is_transposed(out)
             self._pending[storage_of(out)] = found
@@ -295,7 +380,7 @@ class Recorder(TorchDispatchMode):
             )
             return
         with enable_reentrant_dispatch():
-            weights = weighted.weights.detach()
+            weights = self._kept(weighted.weights)
         read = read_map(found.map, weights.reshape(-1, *shape[-2:]), heads=found.caller.heads, batch=self._batch)
         value = weighted.value.expand(weighted.product.shape)[..., 0, :, :].reshape(-1, *weighted.product.shape[-2:])
         self._read(found, read, weights, value)
@@ -329,7 +414,7 @@ class Recorder(TorchDispatchMode):
                 read = "written to before it met its values"
             else:
                 with enable_reentrant_dispatch():  # so that detached tensors share their version counters
-                    kept = used.detach()
+                    kept = self._kept(used)
                 as_map = kept.mT if turned else kept
                 read = read_map(found.map, as_map, heads=found.caller.heads, batch=self._batch)
             self._read(found, read, kept, other.mT if turned else other)
@@ -389,43 +474,15 @@ class GuardedRecorder(Recorder):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
+class CompiledRecorder(GuardedRecorder):
+    """The same, and they run as they were compiled: fused attention is seen there, an unfused softmax may not be."""
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+
 Recorder.guarded = GuardedRecorder
-
-
-def modules_of(model: nn.Module) -> dict[str, nn.Module]:
-    """What `named_modules` gives, in a third of its time: a trace of a small model feels it."""
-    found: dict[str, nn.Module] = {}
-    seen: set[nn.Module] = set()
-    ahead = [("", model)]
-    while ahead:
-        name, module = ahead.pop()
-        if module in seen:
-            continue
-        seen.add(module)
-        found[name] = module
-        if module._modules:
-            start = f"{name}." if name else ""
-            ahead += [(start + key, child) for key, child in reversed(module._modules.items()) if child is not None]
-    return found
-
-
-def has_compiled_parts(modules: Iterable[nn.Module]) -> bool:
-    compiler = sys.modules.get("torch._dynamo.eval_frame")
-    if compiler is None:
-        return False
-    whole = compiler.OptimizedModule
-    return any(m._compiled_call_impl is not None or isinstance(m, whole) for m in modules)
-
-
-def named_arguments(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of the model's forward by name, those given by position as well."""
-    if not args:
-        return kwargs
-    try:
-        bound = inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments
-    except (TypeError, ValueError):  # the call itself will tell
-        return kwargs
-    return {**bound, **kwargs}
 
 
 def heads_of(module: Any) -> int | None:
@@ -459,22 +516,10 @@ def is_composite(func: Any) -> bool:
 
 
 @contextmanager
-def record(model: nn.Module, *, values: bool = False) -> Iterator[Trace]:
-    """Record the attention of every call of `model` inside the block.
+def recording(model: nn.Module, *, values: bool = False, compiled: bool = True) -> Iterator[Trace]:
+    """Record a PyTorch module: `attrace.record` without its warnings, for those who show the trace's notes themselves.
 
-    The model runs unchanged, under its own attention backend; its output is bit-identical and nothing is left on
-    it afterwards, also after an error.  Query and key of each call are held until the trace goes (the map itself
-    where the model computes one); `values=True` holds what contributions need besides: the values, and where the
-    family is known the block's input.  Only the thread that opened the block is
-    recorded.  An unfit model is a CaptureError.
-
-    >>> import torch, attrace
-    >>> layer = torch.nn.MultiheadAttention(8, 2, batch_first=True)
-    >>> x = torch.randn(1, 4, 8)
-    >>> with attrace.record(layer) as trace:
-    ...     _ = layer(x, x, x, need_weights=False)
-    >>> trace.ops[0].weights().shape
-    torch.Size([1, 2, 4, 4])
+    `compiled=False` runs the model's own code where it was compiled: for callers that need all maps and not the output.
     """
     if not isinstance(model, nn.Module):
         raise CaptureError(f"Expected a torch.nn.Module. Received: {type(model).__name__}.")
@@ -486,18 +531,20 @@ def record(model: nn.Module, *, values: bool = False) -> Iterator[Trace]:
         blocks = BlockInputs(model)
         trace.values, trace.family = True, blocks.family_of("")
     modules = modules_of(model)
-    kind = recorder_class(model, guarded=has_compiled_parts(modules.values()))
+    guarded = has_compiled_parts(modules.values())
+    kind = recorder_class(model, guarded=guarded)
+    # Compiled code runs as it is unless more than its fused calls has to be seen: hooks on blocks, functions of the
+    # registry, the way of the data from stream to stream.
+    if guarded and compiled and blocks is None and kind is GuardedRecorder and not in_use(model):
+        trace.precompiled, kind = True, CompiledRecorder
     recorder = kind(trace, modules, blocks=blocks)
     with ExitStack() as undo:
         for handle in blocks.watch() if blocks else ():
             undo.callback(handle.remove)
-        handles = (
-            model.register_forward_pre_hook(recorder.enter_model, with_kwargs=True, prepend=True),
-            model.register_forward_hook(recorder.leave_model, prepend=True, always_call=True),
-        )
-        for handle in handles:
-            undo.callback(handle.remove)
+        for end in torch_fastpath.watch(model, recorder.enter_model, recorder.leave_model, recorder.see_tokens):
+            undo.callback(end.remove)
         undo.enter_context(watching(model, RegistryObserver(recorder)))
         refuse_flex(kind)
         undo.enter_context(recorder)
         yield trace
+    recorder.sum_up()

@@ -20,9 +20,11 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from attrace.capture.torch_fastpath import named_arguments
 from attrace.capture.torch_forms import Weighted
+from attrace.capture.torch_layers import modules_of
 from attrace.capture.torch_ops import TorchAttention
-from attrace.capture.torch_recorder import PARTS, GuardedRecorder, Recorder, modules_of, named_arguments, storage_of
+from attrace.capture.torch_recorder import PARTS, GuardedRecorder, Recorder, storage_of
 from attrace.ops.rollout.streams import StreamGraph
 
 aten = torch.ops.aten
@@ -191,8 +193,8 @@ class StreamRecorder(Recorder):
         if how == PASS or not self._running:
             return super().__torch_dispatch__(func, types, args, kwargs)
         count, ends = len(self._trace.ops), None
-        part = PARTS.get(func)
-        if part == "fused":
+        part = PARTS[func]
+        if part in ("fused", "external"):
             ends = args[0], args[2], args[1]
         elif part == "product" and self._pending:
             left, right = args[-2:]

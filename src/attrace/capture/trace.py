@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
+from attrace.capture.memory import check_fits
 from attrace.errors import CaptureError, InputError, ShapeError
 from attrace.ops.heads import check_heads
 from attrace.ops.namespace import Name, dtype_name, framework, framework_of
@@ -23,6 +24,11 @@ from attrace.types import Array, AttentionOp, Heads
 Question = int | Sequence[int] | tuple[str, int | Sequence[int]]
 """Token positions, of one stream where its name comes first."""
 FLOATS = ("float16", "bfloat16", "float32", "float64")
+DROPOUT = (
+    "The model is in training mode: dropout was on, the output was drawn at random. The weights are those before "
+    "dropout. Set it to inference (model.eval(), training=False) for its true answer."
+)
+UNCOMPILED = "Trace it under torch.compiler.set_stance('force_eager'), which runs the model's own code."
 
 
 class RecordedOp(AttentionOp, Protocol):
@@ -68,6 +74,18 @@ class Trace:
     """Attention that was seen but cannot be read as (B, H, Q, T) maps."""
     compiled: bool = field(default=False, repr=False)
     """Attention was seen while a function was compiled, as symbols without values."""
+    loose: dict[str, str] = field(default_factory=dict)
+    """Modules whose softmaxes have the form of maps and reach their values otherwise than by one product: not read."""
+    stack: int = 0
+    """How many layers the stacks have of which some made no attention call, and ..."""
+    without: list[str] = field(default_factory=list)
+    """... which those are."""
+    parts: str = ""
+    """What a model without attention is made of."""
+    precompiled: bool = False
+    """Whether parts of the model ran as compiled code, where an unfused softmax is not seen."""
+    dropout: bool = False
+    """Whether random numbers were drawn while the model ran, as in training mode."""
     starts: list[int] = field(default_factory=list, repr=False)
     """For each call of the model, how many operators there were before it."""
     calls: list[Any] = field(default_factory=list, repr=False)
@@ -93,6 +111,10 @@ class Trace:
         self.starts.append(len(self.ops))
         if call is not None:
             self.calls.append(call)
+        self.see_tokens(attention_mask)
+
+    def see_tokens(self, attention_mask: Any) -> None:
+        """Note which tokens are real, where a mask of shape (B, n) tells."""
         self.valid = attention_mask != 0 if getattr(attention_mask, "ndim", None) == 2 else None
 
     def check(self) -> None:
@@ -108,13 +130,52 @@ class Trace:
                 f"Expected attention as maps of (batch, heads, queries, keys). Received from {self.model}: "
                 f"{'; '.join(self.unread[:3])}. Such a layer is not supported yet."
             )
-        if not self.ops:
+        if self.ops:
+            return
+        if self.loose:
             raise CaptureError(
-                f"Expected attention in {self.model}. Received: none ({len(self.starts)} calls of the model, no "
-                "fused attention call and no softmax that multiplies values). Call the model itself inside the block "
-                "(what is already compiled, as Keras' predict, shows nothing), and give a Transformer whose attention "
-                "runs in PyTorch or Keras."
+                f"Expected attention as maps of (batch, heads, queries, keys). Received from {self.model}: softmaxes "
+                f"that do not multiply their values as such maps, {_listed(self.loose.values())}. Attention that is "
+                "sparse by construction, or whose heads are mixed, cannot be shown token to token; use a variant of "
+                "the model with full attention."
             )
+        if self.precompiled:
+            raise CaptureError(
+                f"Expected fused attention in the compiled parts of {self.model}. Received: none; compiled code does "
+                f"not show a softmax that it fused with its surroundings. {UNCOMPILED}"
+            )
+        raise CaptureError(
+            f"Expected attention in {self.model}. Received: none ({len(self.starts)} calls of the model, no fused "
+            f"attention call and no softmax that multiplies values{self.parts and '; ' + self.parts}). Call the model "
+            "itself inside the block (what is already compiled, as Keras' predict, shows nothing), and give a "
+            "Transformer whose attention runs in PyTorch or Keras: state-space, recurrent, convolutional and hashed "
+            "layers have no such maps."
+        )
+
+    @property
+    def gaps(self) -> list[str]:
+        """What of the model's mixing of tokens the maps do not hold, in sentences."""
+        notes = []
+        if self.without:
+            notes.append(
+                f"Attention was seen in {self.stack - len(self.without)} of {self.stack} layers; the others work "
+                f"without it, and a picture knows nothing of them: {_listed(self.without)}."
+            )
+        if self.precompiled and not self.without and len(self.ops) < (self.depth or 0):
+            notes.append(
+                f"Attention was seen in {len(self.ops)} of {self.depth} layers: compiled code does not show a softmax "
+                f"that it fused with its surroundings. {UNCOMPILED}"
+            )
+        if self.loose:
+            notes.append(
+                f"Some attention cannot be read as maps of tokens and is missing: {_listed(self.loose.values())}."
+            )
+        return notes
+
+    @property
+    def notes(self) -> list[str]:
+        """What a reader of the maps must know; nothing for a model that was read in full, as it answers in use."""
+        return [*self.gaps, DROPOUT] if self.dropout else self.gaps
 
     @property
     def depth(self) -> int | None:
@@ -159,7 +220,8 @@ class Trace:
         a sum it is set back.  `tolerance` is the mass that may be dropped on the way to a target row; where the
         model has no sinks the result falls short of one by what was dropped, which is its L1 error exactly.
 
-        Raises InputError for an option out of range, CaptureError where the layers do not form one chain.
+        Raises InputError for an option out of range, CaptureError where the layers do not form one chain,
+        MemoryLimitError for a whole map larger than half of the available memory.
         """
         whole = self.assembled()
         if whole is not self:
@@ -219,6 +281,8 @@ class Trace:
             return start
 
         if target is None and source is None and segments is None:
+            advice = "Ask for rows of it: rollout(target=...)."
+            check_fits((batch, n, n), 4, name="a whole rollout", advice=advice)
             eye = arrays.xp.eye(n, dtype=op.dtype, device=op.device)
             return arrays.xp.broadcast_to(eye, (batch, n, n)), "map", False
         if segments is not None:
@@ -318,6 +382,13 @@ def _finished(answer: Array, op: RecordedOp, ask: str, single: bool) -> Array:
     if single:
         return answer[..., 0]
     return answer.swapaxes(1, 2) if ask in ("target", "source") else answer
+
+
+def _listed(names: Iterable[str]) -> str:
+    """The first names and how many more there are."""
+    named = list(names)
+    more = len(named) - 3
+    return ", ".join(named[:3]) + (f" and {more} more" if more > 0 else "")
 
 
 def layer_indices(layers: Sequence[int] | None, count: int) -> list[int]:

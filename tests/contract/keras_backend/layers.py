@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 import attrace
 from attrace.capture.keras_ops import KerasFused, KerasMap
+from attrace.errors import AttraceWarning
 
 B, N, T, D = 2, 5, 7, 8
 
@@ -150,7 +151,7 @@ def test_half_precision_is_read_in_float32(policy: str, dropout: float) -> None:
 def test_training_is_told_and_weights_are_those_before_dropout(dropout: float) -> None:
     layer = layers.MultiHeadAttention(2, 4, dropout=dropout)
     expected = returned(layer, QUERY, QUERY, use_causal_mask=True)
-    with pytest.warns(UserWarning, match="runs with training=True: dropout is on"):
+    with pytest.warns(AttraceWarning, match="dropout was on"):
         trace = attrace.trace(layer, QUERY, QUERY, use_causal_mask=True, training=True)
     np.testing.assert_allclose(trace.ops[0].weights(), expected, atol=1e-6)
 

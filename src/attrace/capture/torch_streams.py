@@ -80,6 +80,7 @@ class Labels:
         self._labels: dict[int, int] = {}
         self._references: dict[int, int] = {}
         self._forms: dict[int, tuple[int, tuple[int, ...], tuple[int, ...], int]] = {}
+        """Of tensors that have one shape: not of nested ones."""
         self.get = self._labels.get
 
     def set(self, tensor: Tensor, label: int) -> None:
@@ -89,16 +90,18 @@ class Labels:
             reference: Any = storage._weak_ref()
             self._references[address] = reference
         self._labels[address] = label
-        self._forms[address] = tensor.numel(), tensor.shape, tensor.stride(), int(tensor.storage_offset())
+        if not tensor.is_nested:
+            self._forms[address] = tensor.numel(), tensor.shape, tensor.stride(), int(tensor.storage_offset())
 
     def run_of(self, view: Tensor, length: int | None, axis: int | None) -> tuple[int, int, int] | None:
         """(start, count, n) where a view of a labelled tensor has only some of its n tokens.
 
         `length` is n and `axis` the view's axis of tokens, where they are known.
         """
-        numel, shape, strides, offset = self._forms[storage_of(view)]
-        if view.numel() >= numel:
+        form = None if view.is_nested else self._forms.get(storage_of(view))
+        if form is None or view.numel() >= form[0]:
             return None
+        _, shape, strides, offset = form
         if axis is not None:
             stride, count = view.stride(axis), view.shape[axis]
             total = max((size for size, step in zip(shape, strides, strict=True) if step == stride), default=0)
@@ -119,7 +122,7 @@ class Labels:
     def forget(self, address: int) -> None:
         if address in self._labels:
             del self._labels[address]
-            del self._forms[address]
+            self._forms.pop(address, None)
             self._free(self._references.pop(address))
 
     def drop_dead(self) -> None:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.overrides import enable_reentrant_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from attrace.capture import observed
 from attrace.capture.torch_blocks import BlockInputs
 from attrace.capture.torch_ops import QueryKeyAttention, SoftmaxAttention, TorchAttention, version_of
 from attrace.capture.trace import Trace
@@ -63,6 +64,7 @@ PARTS: dict[Any, str] = {
     **dict.fromkeys(PRODUCTS, "product"),
     **dict.fromkeys(CARRIERS, "carrier"),
 }
+PARTS = {**dict.fromkeys(observed.PARTS, "seen"), **PARTS}
 
 
 def storage_of(tensor: Tensor) -> int:
@@ -103,6 +105,7 @@ class Recorder(TorchDispatchMode):
     def __init__(self, trace: Trace, modules: dict[str, nn.Module], *, blocks: BlockInputs | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._trace = trace
+        self._model = model
         self._blocks = blocks
         self._values = blocks is not None
         self._thread = threading.get_ident()
@@ -157,12 +160,16 @@ class Recorder(TorchDispatchMode):
         given = named_arguments(model, args, kwargs)
         self._batch = next((v.shape[0] for k in BATCHED if isinstance(v := given.get(k), Tensor) and v.ndim), None)
         self._trace.begin(given.get("attention_mask"))
+        if self._trace.seen is None or not (self._trace.seen.steps or self._trace.seen.sizes):
+            self._trace.seen = observed.Observed.of(given)
 
     def leave_model(self, _model: nn.Module, _args: Any, output: Any) -> None:
         if threading.get_ident() == self._thread:
             self._running = False
             self._pending.clear()
             self._trace.output = output
+            if self._trace.seen is not None:
+                self._trace.seen.end(self._model, {op.name for op in self._trace.ops})
 
     # What it calls
 
@@ -179,6 +186,8 @@ class Recorder(TorchDispatchMode):
         part = PARTS.get(func)
         if part is None or not self._running:
             return out
+        if func in observed.PARTS:
+            self._see(func, args, out)
         if part == "fused":
             with enable_reentrant_dispatch():  # so that detached tensors share their version counters
                 self._fused(func, args, kwargs)
@@ -187,9 +196,14 @@ class Recorder(TorchDispatchMode):
         elif self._pending and part == "product":
             with enable_reentrant_dispatch():
                 self._product(args)
-        elif self._pending:
+        elif self._pending and part == "carrier":
             self._carry(args, out)
         return out
+
+    def _see(self, func: Any, args: tuple[Any, ...], out: Any) -> None:
+        if self._trace.seen is not None and not self._trace.seen.ended:
+            name = "" if func in observed.JOINS else self._caller().name
+            self._trace.seen.see(func, args, out, name=name, at=len(self._trace.ops), model=self._model)
 
     def _fused(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         query, key, value = args[:3]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from attrace.errors import CaptureError, InputError, ShapeError
 from attrace.ops.heads import check_heads
@@ -16,8 +16,11 @@ from attrace.ops.rollout.checks import (
     check_residual,
     check_tolerance,
 )
-from attrace.ops.rollout.streamed import Mixing, Scaling, source_columns, target_rows
+from attrace.ops.rollout.streamed import Mixing, Scaling, is_pooling, source_columns, target_rows
 from attrace.types import Array, AttentionOp, Heads
+
+if TYPE_CHECKING:
+    from attrace.capture.geometry import Geometry
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 
@@ -72,6 +75,8 @@ class Trace:
     """Recorded with values, and with the attention blocks where the family is known."""
     family: str = ""
     """The model's configured type, for messages."""
+    seen: Any = field(default=None, repr=False)
+    """What the run showed of where its tokens come from (`attrace.capture.observed.Observed`)."""
 
     def begin(self, attention_mask: Any) -> None:
         """Note that the model is called (the recorder does)."""
@@ -99,6 +104,26 @@ class Trace:
         count = getattr(text, "num_hidden_layers", None)
         return count if isinstance(count, int) else None
 
+    @property
+    def geometry(self) -> Geometry:
+        """What the tokens of images and sounds are: patch grids, seconds, places in the prompt.
+
+        Read off the run, checked against the token counts; what could not be told is in `.refused`, with the reason.
+        """
+        from attrace.capture.geometry import geometry_of
+
+        return geometry_of(self)
+
+    def joined(self) -> Trace:
+        """The run with windows and packed pieces joined into maps over whole grids, (B, H, n, n).
+
+        Where a model merges its tokens between stages, an operator of that merging stands between: each merged token
+        reads its tokens evenly.  `rollout` goes this way by itself where it has to.
+        """
+        from attrace.capture.joined import joined
+
+        return replace(self, ops=joined(self), unread=list(self.unread), starts=list(self.starts))
+
     def is_causal(self) -> bool:
         """Whether no position looks at a later one: seen on the first row of every layer."""
         return all(op.causal or not bool(op.weights([0])[..., 1:].any()) for op in self.ops)
@@ -121,7 +146,8 @@ class Trace:
         One question at a time: `target` is a token position -> its row (B, n), several positions -> (B, k, n), or
         a row to start from, (n,) or (B, n), as a float array -> (B, n).  `source` is a position -> its column
         (B, n), or several -> (B, k, n).  `segments` are (start, stop) token ranges -> (B, n, M), the share of
-        each in every position.  None of them: the whole map (B, n, n).
+        each in every position.  None of them: the whole map (B, n, n).  Where a model merges its tokens between
+        stages, targets are tokens of its last grid, sources tokens of its first.
 
         `normalize` divides each row of a layer by its own sum.  By default rows keep the sums that the model gave
         them, so that those which its own sinks left short stay short; where the fusion of heads or `discard` changed
@@ -139,13 +165,14 @@ class Trace:
         if sum(q is not None for q in (target, source, segments)) > 1:
             raise InputError("Expected one of target, source and segments. Received: more than one. Ask one by one.")
         for op in ops:
-            check_heads(heads, op.heads)
+            if not is_pooling(op):
+                check_heads(heads, op.heads)
         changed = discard > 0 or heads in ("max", "min")
         scaling: Scaling = "own" if changed else "none"
         if normalize is not None:
             scaling = "one" if normalize else "none"
         mixing = Mixing(heads, residual, scaling, discard, self.valid)
-        start, ask, single = self._question(ops[-1], target, source, segments)
+        start, ask, single = self._question(ops[0] if target is None else ops[-1], target, source, segments)
         if ask == "target":
             answer = target_rows(ops, start, mixing, tolerance=tolerance)
         else:
@@ -162,7 +189,8 @@ class Trace:
 
         What is carried from layer to layer is float64 where the device has it, for vectors; a whole map is float32.
         """
-        batch, _, n, _ = op.shape
+        batch, _, rows, columns = op.shape
+        n = columns if target is None else rows
         arrays = framework(op.vectors)
         wide = arrays.double(op.device)
 
@@ -214,6 +242,13 @@ class Trace:
                 f"Expected a model with one stream of tokens. Received: {self.model}, an encoder and a decoder. "
                 "Rollout over two streams is not supported yet; the maps of each op are in trace.ops."
             )
+        chosen = layer_indices(layers, len(self.ops))
+        if self.seen is not None and (self.seen.windows or self.seen.steps):
+            from attrace.capture.joined import chain_over_grids
+
+            if (ops := chain_over_grids(self)) is not None:
+                wanted = {self.ops[i].layer for i in chosen}
+                return [op for op in ops if is_pooling(op) or op.layer in wanted]
         first = self.ops[0]
         for op in self.ops:
             if op.kind != "self" or op.shape[0] != first.shape[0] or op.shape[2] != first.shape[2]:
@@ -222,7 +257,7 @@ class Trace:
                     f"Received: {op.name} with (B, H, Q, T) = {op.shape}. Models with two streams or changing "
                     "lengths are not supported yet."
                 )
-        return [self.ops[i] for i in layer_indices(layers, len(self.ops))]
+        return [self.ops[i] for i in chosen]
 
 
 def layer_indices(layers: Sequence[int] | None, count: int) -> list[int]:

@@ -98,6 +98,15 @@ class Layer:
         return kept
 
 
+def is_pooling(op: AttentionOp) -> bool:
+    """Whether an operator makes fewer tokens of many, between stages: no residual goes around it."""
+    return getattr(op, "pooling", False)
+
+
+def _layer(op: AttentionOp, mixing: Mixing) -> Layer:
+    return Layer(op, Mixing(residual=0.0) if is_pooling(op) else mixing)
+
+
 def target_rows(ops: Sequence[AttentionOp], r: Array, mixing: Mixing, *, tolerance: float = 0.0) -> Array:
     """r^T A_L ... A_1: (B, n, M) -> (B, n, M), top layer first.
 
@@ -107,7 +116,7 @@ def target_rows(ops: Sequence[AttentionOp], r: Array, mixing: Mixing, *, toleran
     for op in reversed(ops):
         if tolerance:
             r = _drop_lightest(r, tolerance / len(ops))
-        r = Layer(op, mixing).rmatvec(r)
+        r = _layer(op, mixing).rmatvec(r)
     return r
 
 
@@ -122,7 +131,7 @@ def _drop_lightest(r: Array, budget: float) -> Array:
 def source_columns(ops: Sequence[AttentionOp], x: Array, mixing: Mixing) -> Array:
     """A_L ... A_1 x: (B, n, M) -> (B, n, M), bottom layer first; with x the identity, the whole map."""
     for op in ops:
-        x = Layer(op, mixing).matvec(x)
+        x = _layer(op, mixing).matvec(x)
     return x
 
 

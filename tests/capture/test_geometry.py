@@ -1,0 +1,225 @@
+"""What the tokens of images and sounds are, against the model itself: a pixel is changed, and the tokens looked at."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import seeing
+import tiny
+import torch
+import transformers
+from torch import Tensor, nn
+
+import attrace
+from attrace.capture.windows import window_places
+from attrace.errors import CaptureError
+from attrace.layout import Grid
+
+every_image = pytest.mark.parametrize("name", seeing.IMAGES)
+every_sound = pytest.mark.parametrize("name", seeing.SOUNDS)
+
+
+def grid_of(case: seeing.Case, model: nn.Module) -> tuple[Grid, attrace.Trace]:
+    with torch.no_grad(), attrace.record(model) as trace:
+        case.run(model, case.images(batch=2))
+    return trace.geometry.grid, trace
+
+
+@every_image
+def test_grid_and_prefix_are_the_ones_written_down(name: str) -> None:
+    case = seeing.IMAGES[name]
+    grid, trace = grid_of(case, case.model())
+    assert (grid.height, grid.width) == case.grid
+    assert (grid.prefix, grid.suffix) == (case.prefix, case.suffix)
+    assert grid.image == (case.height, case.width)
+    assert grid.frames == max(1, case.frames // 2)
+    assert grid.axes == (("frequency", "time") if case.spectrogram else ("height", "width"))
+    assert not trace.geometry.refused
+
+
+@every_image
+def test_each_pixel_reaches_the_tokens_whose_box_holds_it(name: str) -> None:
+    case = seeing.IMAGES[name]
+    model = case.model()
+    grid, _ = grid_of(case, model)
+    plain = case.images()
+    pixels = [(y, x) for y in range(case.height) for x in range(case.width)]
+    probes = plain.repeat(len(pixels), *[1] * (plain.ndim - 1))
+    at = torch.arange(len(pixels))
+    rows, columns = torch.tensor(pixels).T
+    if case.spectrogram:
+        probes[at, columns, rows] += 4.0
+    else:
+        probes[(at, 2, 1, rows, columns) if case.frames else (at, 1, rows, columns)] += 4.0
+    before = seeing.tokens_before(model, case.look, lambda: case.run(model, plain))
+    after = torch.cat(
+        [seeing.tokens_before(model, case.look, lambda part=part: case.run(model, part)) for part in probes.split(512)]
+    )
+    expected = torch.zeros(len(pixels), before.shape[1], dtype=torch.bool)
+    for token in range(len(grid)):
+        box, place = grid.box(token), grid.place(token)
+        if box is not None and place is not None and place[0] == (1 if case.frames else 0):
+            top, left, bottom, right = box
+            inside = (rows >= top) & (rows < bottom) & (columns >= left) & (columns < right)
+            expected[:, token] = inside
+    assert before.shape[1] == len(grid)
+    assert torch.equal(seeing.changed(after, before), expected)
+
+
+@pytest.mark.parametrize("name", [name for name, case in seeing.IMAGES.items() if case.parameters])
+def test_prefix_names_are_those_of_the_parameters_that_make_the_tokens(name: str) -> None:
+    case = seeing.IMAGES[name]
+    model = case.model()
+    grid, _ = grid_of(case, model)
+    images = case.images()
+    before = seeing.tokens_before(model, case.look, lambda: case.run(model, images))
+    for parameter, tokens in case.parameters.items():
+        held = model.get_parameter(parameter)
+        for index in range(len(tokens)):
+            moved = held.detach().clone()
+            moved.reshape(len(tokens), -1)[index, 0] += 3.0
+            twin, held.data = held.data, moved
+            after = seeing.tokens_before(model, case.look, lambda: case.run(model, images))
+            held.data = twin
+            where = seeing.changed(after, before)[0].nonzero().flatten().tolist()
+            assert [grid.name(token) for token in where] == [tokens[index]]
+
+
+@every_sound
+def test_each_sample_reaches_the_frames_that_hold_it(name: str) -> None:
+    case = seeing.SOUNDS[name]
+    model = case.model()
+    with torch.no_grad(), attrace.record(model) as trace:
+        case.run(model, case.sounds(batch=2))
+    frames = trace.geometry.frames
+    assert (frames.count, frames.prefix) == (case.count, ())
+    assert frames.seconds(3) == pytest.approx(case.seconds)
+    length = case.shape[case.axis]
+    edges = {edge + move for token in range(len(frames)) for edge in frames.steps(token) or () for move in (-1, 0)}
+    times = sorted({time for time in edges | set(range(0, length, 7)) if 0 <= time < length})
+    plain = case.sounds()
+    probes = plain.repeat(len(times), *[1] * (plain.ndim - 1))
+    for probe, time in zip(probes, times, strict=True):
+        probe.movedim(case.axis, 0)[time] += 4.0
+    before = seeing.tokens_before(model, case.look, lambda: case.run(model, plain))
+    after = seeing.tokens_before(model, case.look, lambda: case.run(model, probes))
+    expected = [[start <= time < stop for start, stop in map(frames.steps, range(len(frames)))] for time in times]  # type: ignore[misc]
+    assert torch.equal(seeing.changed(after, before), torch.tensor(expected))
+
+
+def test_a_norm_over_time_does_not_hide_the_frames() -> None:
+    config = transformers.Wav2Vec2Config(**{**seeing.SPEECH, "feat_extract_norm": "group"})
+    model = seeing.hugging("Wav2Vec2Model", config)().eval()
+    trace = tiny.traced(model, {"input_values": torch.randn(1, 3000)})
+    assert (trace.geometry.frames.stride, trace.geometry.frames.window) == (320, 400)
+
+
+def test_a_spectrogram_patch_has_a_time() -> None:
+    case = seeing.IMAGES["ast"]
+    grid, _ = grid_of(case, case.model())
+    assert grid.seconds(grid.token(0, 2)) == pytest.approx((0.2, 0.36))
+    assert grid.seconds(0) is None
+
+
+# Golden cases and reports
+
+GOLDEN = Path(__file__).resolve().parents[1] / "cases" / "grid.json"
+SHARED = [above / "shared" / "cases" / "golden.json" for above in Path(__file__).resolve().parents[3:5]]
+CASES = {case["id"]: case for case in json.loads(GOLDEN.read_text(encoding="utf-8"))}
+
+
+def test_the_copy_equals_the_shared_cases() -> None:
+    assert len(CASES) == 12
+    found = [path for path in SHARED if path.exists()]
+    if not found:
+        pytest.skip("no shared cases beside this clone; its own copy is what the tests use")
+    shared = json.loads(found[0].read_text(encoding="utf-8"))
+    assert {case["id"]: case for case in shared if case["area"] == "grid"} == CASES
+
+
+def golden_model(given: dict[str, Any]) -> nn.Module:
+    """A model with the prefix tokens of a case."""
+    size = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8,
+            "image_size": (given["image_height"], given["image_width"]), "patch_size": given["patch_size"]}  # fmt: skip
+    prefix = given["cls_tokens"], given["distillation_tokens"], given["register_tokens"]
+    if prefix == (1, 0, 0):
+        return seeing.hugging("ViTModel", transformers.ViTConfig(**size))().eval()
+    if prefix == (1, 1, 0):
+        return seeing.hugging("DeiTModel", transformers.DeiTConfig(**size))().eval()
+    if prefix == (0, 0, 0):
+        config = transformers.SiglipVisionConfig(**{**size, "image_size": given["image_height"]})
+        return seeing.hugging("SiglipVisionModel", config)().eval()
+    assert prefix[:2] == (1, 0)
+    config = transformers.Dinov2WithRegistersConfig(
+        **{**size, "image_size": 28}, mlp_ratio=1, num_register_tokens=prefix[2]
+    )
+    return seeing.hugging("Dinov2WithRegistersModel", config)().eval()
+
+
+COUNTED = [name for name, case in CASES.items() if "total_tokens" in case["inputs"]]
+
+
+@pytest.mark.parametrize("name", COUNTED)
+def test_golden_grid(name: str) -> None:
+    given, expected = CASES[name]["inputs"], CASES[name]["expected"]
+    trace = tiny.traced(
+        golden_model(given), {"pixel_values": torch.randn(1, 3, given["image_height"], given["image_width"])}
+    )
+    grid = trace.geometry.grid
+    assert trace.ops[0].shape[2] == len(grid) == given["total_tokens"]
+    assert [grid.height, grid.width] == expected["grid"]
+    assert len(grid.prefix) == expected["prefix_tokens"]
+    assert grid.patches == expected["patch_tokens"]
+    assert grid.first == expected["first_patch_index"]
+
+
+@pytest.mark.parametrize("name", ["grid-box-1", "grid-box-2"])
+def test_golden_box(name: str) -> None:
+    given, expected = CASES[name]["inputs"], CASES[name]["expected"]
+    side = (given["patch_size"],) * 2
+    grid = Grid(*given["grid"], prefix=("p",) * given["prefix_tokens"], patch=side, stride=side)
+    assert grid.place(given["token"]) == (0, expected["row"], expected["col"])
+    assert list(grid.box(given["token"]) or ()) == expected["box"]
+    assert grid.token(expected["row"], expected["col"]) == given["token"]
+
+
+@pytest.mark.parametrize("name", ["grid-swin-1", "grid-swin-2"])
+def test_golden_windows(name: str) -> None:
+    given, expected = CASES[name]["inputs"], CASES[name]["expected"]
+    window, shift = given["window"], given["shift"]
+    assert window_places(*given["grid"], (window,) * 2, (shift,) * 2).tolist() == expected["window_tokens"]
+    assert window_places(*given["grid"], (window,) * 2).tolist() == expected["trap_no_shift"]
+
+
+def llava(height: int, width: int, patch: int = 2) -> nn.Module:
+    small = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
+    vision = transformers.SiglipVisionConfig(**small, image_size=max(height, width) * patch, patch_size=patch)
+    config = transformers.LlavaConfig(
+        text_config=transformers.LlamaConfig(**{**seeing.TEXT, **small, "num_key_value_heads": 1}),
+        vision_config=vision, image_token_index=7, vision_feature_layer=-1, vision_feature_select_strategy="full",
+    )  # fmt: skip
+    return seeing.hugging("LlavaForConditionalGeneration", config)().eval()
+
+
+@pytest.mark.parametrize("name", ["grid-span-1", "grid-span-2"])
+def test_golden_span(name: str) -> None:
+    given, expected = CASES[name]["inputs"], CASES[name]["expected"]
+    height, width = given["grid"]
+    ids = [5] * given["text_tokens_with_one_placeholder"]
+    ids[given["placeholder_position"] : given["placeholder_position"] + 1] = [7] * (height * width)
+    model = llava(height, width)
+    size = 2 * height, 2 * width
+    model.model.vision_tower.config.image_size = size
+    if height != width:  # positions of the tower's own size
+        embeddings = model.model.vision_tower.embeddings
+        embeddings.position_embedding = nn.Embedding(height * width, 8)
+        embeddings.position_ids = torch.arange(height * width)[None]
+    trace = tiny.traced(model, {"input_ids": torch.tensor([ids]), "pixel_values": torch.randn(1, 3, *size)})
+    (image,) = trace.geometry.prompt
+    assert list(image.span) == expected["span"]
+    assert trace.ops[-1].shape[2] == expected["total_tokens"]
+    assert image.grid.token(*given["query_patch"]) == expected["token_of_query_patch"]

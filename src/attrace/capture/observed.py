@@ -158,9 +158,10 @@ class Observed:
             merges = 0
             for name, module in model.named_modules():
                 merges += is_merging(module)
-                if name in cut:
-                    size, shift, library = cut[name]
-                    self.windows[name] = Windows(size, shift, library, LIBRARIES.get(library), merges)
+                caller = name or type(model).__name__
+                if caller in cut:
+                    size, shift, library = cut[caller]
+                    self.windows[caller] = Windows(size, shift, library, LIBRARIES.get(library), merges)
         if not (self.steps or self.sizes):
             self.ids = None
             return

@@ -103,12 +103,8 @@ def is_pooling(op: AttentionOp) -> bool:
     return getattr(op, "pooling", False)
 
 
-def _layer(op: AttentionOp, mixing: Mixing) -> Layer:
-    return Layer(op, Mixing(residual=0.0) if is_pooling(op) else mixing)
-
-
 def target_rows(ops: Sequence[AttentionOp], r: Array, mixing: Mixing, *, tolerance: float = 0.0) -> Array:
-    """r^T A_L ... A_1: (B, n, M) -> (B, n, M), top layer first.
+    """r^T A_L ... A_1: (B, n, M) -> (B, n, M), top layer first; n changes where layers pool.
 
     `tolerance` is the mass that may be dropped per column, spread evenly over the layers: the lightest entries go
     first, and where rows sum to one the result falls short by exactly what was dropped.
@@ -116,7 +112,7 @@ def target_rows(ops: Sequence[AttentionOp], r: Array, mixing: Mixing, *, toleran
     for op in reversed(ops):
         if tolerance:
             r = _drop_lightest(r, tolerance / len(ops))
-        r = _layer(op, mixing).rmatvec(r)
+        r = op.rmatvec(r) if is_pooling(op) else Layer(op, mixing).rmatvec(r)
     return r
 
 
@@ -131,7 +127,7 @@ def _drop_lightest(r: Array, budget: float) -> Array:
 def source_columns(ops: Sequence[AttentionOp], x: Array, mixing: Mixing) -> Array:
     """A_L ... A_1 x: (B, n, M) -> (B, n, M), bottom layer first; with x the identity, the whole map."""
     for op in ops:
-        x = _layer(op, mixing).matvec(x)
+        x = op.matvec(x) if is_pooling(op) else Layer(op, mixing).matvec(x)
     return x
 
 

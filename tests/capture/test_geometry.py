@@ -6,17 +6,15 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import seeing
 import tiny
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import nn
 
 import attrace
 from attrace.capture.windows import window_places
-from attrace.errors import CaptureError
 from attrace.layout import Grid
 
 every_image = pytest.mark.parametrize("name", seeing.IMAGES)

@@ -59,13 +59,13 @@ class Windowed:
 
 
 def hugging_block(model: nn.Module, name: str, x: Tensor) -> Tensor:
-    block = model.get_submodule(name.split(".attention")[0])
+    block = model.get_submodule(name.split(".attention", maxsplit=1)[0])
     made: Any = block(x.flatten(1, 2), x.shape[1:3])
     return made[0].unflatten(1, x.shape[1:3])
 
 
 def plain_block(model: nn.Module, name: str, x: Tensor) -> Tensor:
-    made: Tensor = model.get_submodule(name.split(".attn")[0])(x)
+    made: Tensor = model.get_submodule(name.split(".attn", maxsplit=1)[0])(x)
     return made
 
 
@@ -314,7 +314,7 @@ def test_pieces_in_the_batch_axis_without_a_window_are_refused() -> None:
     model = hugging("TimesformerModel", config)().eval()
     with torch.no_grad():
         trace = attrace.trace(model, pixel_values=torch.randn(1, 4, 3, 32, 32))
-    with pytest.raises(CaptureError, match="pieces in the batch axis|form one chain|same"):
+    with pytest.raises(CaptureError, match="pieces in the batch axis"):
         trace.rollout(target=0)
     with pytest.raises(CaptureError, match="16 patches"):
         _ = trace.geometry.grid

@@ -252,7 +252,7 @@ SOUNDS: dict[str, Sound] = {
 }  # fmt: skip
 
 
-class Stop(Exception):
+class StopError(Exception):
     """Enough was seen."""
 
 
@@ -263,13 +263,13 @@ def tokens_before(model: nn.Module, look: str, run: Callable[[], Any]) -> Tensor
     def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         tensor = next(value for value in [*args, *kwargs.values()] if isinstance(value, Tensor))
         seen.append(tensor.flatten(1, 2) if tensor.ndim == 4 else tensor)
-        raise Stop
+        raise StopError
 
     handle = model.get_submodule(look).register_forward_pre_hook(hook, with_kwargs=True)
     try:
         with torch.no_grad():
             run()
-    except Stop:
+    except StopError:
         return seen[0]
     finally:
         handle.remove()

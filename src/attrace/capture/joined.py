@@ -63,14 +63,16 @@ def chain_over_grids(trace: Trace) -> list[Any] | None:
                 f"Expected maps of {trace.model} over the whole of each of its {items} inputs. Received: {pieces} "
                 f"pieces in the batch axis; {refused}. The maps of each piece are in trace.ops."
             )
-    if not windows and (not geometry.images or len({op.shape[::2] for op in trace.ops}) == 1):
+    if not windows and all(len(grids) == 1 for grids in geometry.images.values()):
         return None
     ops = joined(trace)
     for before, op in pairwise(ops):
         if op.kind != "self" or before.shape[0] != op.shape[0] or before.shape[2] != op.shape[3]:
+            if not windows:
+                return None
             raise CaptureError(
                 f"Expected layers of {trace.model} that form one chain. Received: {op.name} with (B, H, Q, T) = "
-                f"{op.shape} after {before.name} with {before.shape}. Models with two streams are not supported yet."
+                f"{op.shape} after {before.name} with {before.shape}. The maps of each call are in trace.joined().ops."
             )
     return ops
 

@@ -93,6 +93,14 @@ class Grid:
         place = (frame * self.height + row) * self.width + column
         return self.first + (place if self.order is None else self.order.index(place))
 
+    def named(self, name: str) -> int:
+        """The stream's index of a prefix or suffix token."""
+        names = [*self.prefix, *[None] * self.patches, *self.suffix]
+        if name not in self.prefix + self.suffix:
+            had = ", ".join(self.prefix + self.suffix) or "none besides the patches"
+            raise InputError(f"Expected one of the model's own tokens: {had}. Received: {name!r}.")
+        return self.start + names.index(name)
+
     def place(self, token: int) -> tuple[int, int, int] | None:
         """(frame, row, column) of a token; None for a prefix or suffix token."""
         if not self.start <= token < self.stop:

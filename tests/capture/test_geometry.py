@@ -15,6 +15,7 @@ from torch import nn
 
 import attrace
 from attrace.capture.windows import window_places
+from attrace.errors import CaptureError, InputError
 from attrace.layout import Grid
 
 every_image = pytest.mark.parametrize("name", seeing.IMAGES)
@@ -203,21 +204,97 @@ def llava(height: int, width: int, patch: int = 2) -> nn.Module:
     return seeing.hugging("LlavaForConditionalGeneration", config)().eval()
 
 
+def sized_llava(height: int, width: int) -> nn.Module:
+    """For images of height x width patches, square or not."""
+    model = llava(height, width)
+    embeddings = model.model.vision_tower.embeddings
+    embeddings.position_embedding = nn.Embedding(height * width, 8)
+    embeddings.position_ids = torch.arange(height * width)[None]
+    return model
+
+
 @pytest.mark.parametrize("name", ["grid-span-1", "grid-span-2"])
 def test_golden_span(name: str) -> None:
     given, expected = CASES[name]["inputs"], CASES[name]["expected"]
     height, width = given["grid"]
     ids = [5] * given["text_tokens_with_one_placeholder"]
     ids[given["placeholder_position"] : given["placeholder_position"] + 1] = [7] * (height * width)
-    model = llava(height, width)
-    size = 2 * height, 2 * width
-    model.model.vision_tower.config.image_size = size
-    if height != width:  # positions of the tower's own size
-        embeddings = model.model.vision_tower.embeddings
-        embeddings.position_embedding = nn.Embedding(height * width, 8)
-        embeddings.position_ids = torch.arange(height * width)[None]
+    model, size = sized_llava(height, width), (2 * height, 2 * width)
     trace = tiny.traced(model, {"input_ids": torch.tensor([ids]), "pixel_values": torch.randn(1, 3, *size)})
     (image,) = trace.geometry.prompt
     assert list(image.span) == expected["span"]
     assert trace.ops[-1].shape[2] == expected["total_tokens"]
     assert image.grid.token(*given["query_patch"]) == expected["token_of_query_patch"]
+
+
+@pytest.mark.parametrize(("ids", "grid", "span"), [
+    ([5, 6, *[7] * 9, 8, 9], (3, 3), (2, 11)),
+    ([5, *[7] * 24, 8, 9], (4, 6), (1, 25)),
+])  # fmt: skip
+def test_reported_spans(ids: list[int], grid: tuple[int, int], span: tuple[int, int]) -> None:
+    trace = tiny.traced(
+        sized_llava(*grid),
+        {"input_ids": torch.tensor([ids]), "pixel_values": torch.randn(1, 3, 2 * grid[0], 2 * grid[1])},
+    )
+    (image,) = trace.geometry.prompt
+    assert (image.span, (image.grid.height, image.grid.width)) == (span, grid)
+
+
+def test_reported_map_of_a_model_without_a_class_token() -> None:
+    case = seeing.IMAGES["siglip"]
+    grid, _ = grid_of(case, case.model())
+    with pytest.raises(InputError, match=r"none besides the patches\. Received: 'class'"):
+        grid.named("class")
+
+
+def test_a_second_run_has_its_own_grid() -> None:
+    case = seeing.IMAGES["dinov2"]
+    model = case.model()
+    grids = []
+    for size in ((45, 64), (24, 40)):
+        with torch.no_grad(), attrace.record(model) as trace:
+            model(pixel_values=torch.randn(1, 3, *size))
+        grids.append((trace.geometry.grid.height, trace.geometry.grid.width))
+    assert grids == [(5, 8), (3, 5)]
+
+
+class Plain(nn.Module):
+    """A user's own model: a class token under a name of its own, patches by a convolution, one attention."""
+
+    def __init__(self, named: bool) -> None:
+        super().__init__()
+        self.cut = nn.Conv2d(3, 8, (4, 2), (4, 2))
+        self.query = nn.Parameter(torch.randn(1, 2, 8))
+        self.named = named
+
+    def forward(self, picture: torch.Tensor) -> torch.Tensor:
+        x = self.cut(picture).flatten(2).mT
+        held = self.query if self.named else self.query * 1.0
+        x = torch.cat([held.expand(len(x), -1, -1), x], dim=1)[:, None]
+        return nn.functional.scaled_dot_product_attention(x, x, x)
+
+
+def test_a_users_own_tokens_are_named_after_their_parameter() -> None:
+    with torch.no_grad():
+        trace = attrace.trace(Plain(named=True), torch.randn(1, 3, 12, 8))
+    grid = trace.geometry.grid
+    assert (grid.prefix, grid.height, grid.width, grid.patch) == (("query 1", "query 2"), 3, 4, (4, 2))
+    assert (grid.box(2), grid.box(13)) == ((0, 0, 4, 2), (8, 6, 12, 8))
+
+
+def test_tokens_that_cannot_be_named_are_refused_not_guessed() -> None:
+    with torch.no_grad():
+        trace = attrace.trace(Plain(named=False), torch.randn(1, 3, 12, 8))
+    with pytest.raises(CaptureError, match=r"3 x 4 patches of \(12, 8\) by cut; 14 tokens for 12 patches"):
+        _ = trace.geometry.grid
+
+
+def test_gradients_inference_mode_and_compiled_conv_show_the_same_grid() -> None:
+    case = seeing.IMAGES["deit"]
+    model = case.model()
+    grids = []
+    for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
+        with mode(), attrace.record(model) as trace:
+            case.run(model, case.images())
+        grids.append(trace.geometry.grid)
+    assert grids[0] == grids[1] == grids[2]

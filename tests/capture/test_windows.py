@@ -76,6 +76,9 @@ MODELS: dict[str, Windowed] = {
                      FIRST + SECOND, (0, 1, 0, 1), hugging_block),
     "swin-whole": Windowed(hugging("SwinModel", transformers.SwinConfig(**HF, window_size=4)), (32, 32), (4, 4),
                            ((8, 8),) * 2 + ((4, 4),) * 2, (0, 2, 0, 0), hugging_block),
+    # The report: 4 x 4, windows of 2 x 2, shifted by 1, then merged.
+    "swin-small": Windowed(hugging("SwinModel", transformers.SwinConfig(**HF, window_size=2)), (16, 16), (2, 2),
+                           ((4, 4),) * 2 + ((2, 2),) * 2, (0, 1, 0, 0), hugging_block),
     "swinv2": Windowed(hugging("Swinv2Model", transformers.Swinv2Config(**HF, window_size=4)), (32, 64), (4, 4),
                        ((8, 16),) * 2 + ((4, 8),) * 2, (0, 2, 0, 0), hugging_block),
     "timm-swin": Windowed(

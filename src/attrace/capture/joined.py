@@ -56,7 +56,7 @@ def chain_over_grids(trace: Trace) -> list[Any] | None:
             "of each window are in trace.ops."
         )
     if not windows and not (geometry.images or geometry.sounds):
-        items = trace.seen.steps[0].given[0]
+        items = max(step.given[0] for step in trace.seen.steps)
         pieces = max(op.shape[0] for op in trace.ops)
         if pieces > items:
             raise CaptureError(

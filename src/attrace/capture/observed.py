@@ -215,8 +215,11 @@ def windows_around(name: str, model: nn.Module) -> tuple[tuple[int, int], tuple[
     found, module = None, model
     for part in name.split("."):
         module = module._modules.get(part) or module
-        held = module.__dict__  # getattr of a module is slow where there is no such attribute
-        size, shift = as_pair(held.get("window_size")), as_pair(held.get("shift_size"))
+        # Not getattr of the module itself, which is slow where there is no such attribute.
+        size, shift = (
+            as_pair(module.__dict__.get(name, getattr(type(module), name, None)))
+            for name in ("window_size", "shift_size")
+        )
         if shift is None and any(name in type(module).__module__ for name in UNSHIFTED):
             shift = (0, 0)
         if size is not None and shift is not None and min(size) > 0:

@@ -78,6 +78,11 @@ class Grid:
         return self.start + len(self)
 
     @property
+    def span(self) -> tuple[int, int]:
+        """First token and one past the last."""
+        return self.start, self.stop
+
+    @property
     def tokens(self) -> tuple[int, ...]:
         """The stream's index of each patch, row by row."""
         if self.order is None:
@@ -220,7 +225,7 @@ class ImageSpan:
     @property
     def span(self) -> tuple[int, int]:
         """First position and one past the last."""
-        return self.grid.start, self.grid.stop
+        return self.grid.span
 
 
 def _clipped(start: int, size: int, end: int | None) -> tuple[int, int]:

@@ -288,6 +288,43 @@ def test_frames_of_a_video_are_grids_one_after_the_other() -> None:
     assert grid.place(8 + 2) == (1, 1, 0)
 
 
+def test_images_cut_to_their_sizes_in_one_sequence() -> None:
+    config = transformers.PixtralVisionConfig(
+        **{**seeing.SMALL, "head_dim": 8}, rope_parameters={"rope_type": "default", "rope_theta": 1e4}
+    )
+    model = hugging("PixtralVisionModel", config)().eval()
+    given = {"pixel_values": pictures(2, 3, 32, 32), "image_sizes": torch.tensor([[16, 32], [32, 24]])}
+    trace = tiny.traced(model, given)
+    grids = trace.geometry.images["pixel_values"]
+    assert [(grid.height, grid.width, grid.span) for grid in grids] == [(2, 4, (0, 8)), (4, 3, (8, 20))]
+    look = trace.ops[0].name
+    before = seeing.tokens_before(model, look, lambda: model(**given))
+    for index, grid in enumerate(grids):
+        for token in range(*grid.span):
+            top, left, bottom, right = grid.box(token) or (0, 0, 0, 0)
+            pixels = given["pixel_values"].clone()
+            pixels[index, 0, bottom - 1, left] += 9.0
+            after = seeing.tokens_before(model, look, lambda p=pixels: model(**{**given, "pixel_values": p}))
+            assert seeing.changed(after, before)[0].nonzero().flatten().tolist() == [token]
+            assert (bottom - top, right - left) == (8, 8)
+
+
+@pytest.mark.parametrize("name", ["qwen2", "qwen2.5"])
+def test_a_vision_tower_alone(name: str) -> None:
+    tower = PACKED[name]().eval().model.visual
+    inputs = qwen_inputs([pictures(3, 16, 24), pictures(3, 8, 16)])
+    with torch.no_grad():
+        trace = attrace.trace(tower, inputs["pixel_values"], grid_thw=inputs["image_grid_thw"])
+    grids = trace.geometry.images["hidden_states"]
+    assert [(grid.height, grid.width, grid.start) for grid in grids] == [(4, 6, 0), (2, 4, 24)]
+    full = np.eye(32)
+    for op in trace.joined().ops:
+        full = (0.5 * op.weights()[0].double().numpy().mean(0) + 0.5 * np.eye(32)) @ full
+    found = trace.rollout(target=[0, 30])
+    np.testing.assert_allclose(found[0], full[[0, 30]], atol=1e-6)
+    assert not found[0, 0, 24:].any()  # one image does not read the other
+
+
 def test_images_of_a_padded_batch_have_a_grid_each() -> None:
     config = transformers.Siglip2VisionConfig(**seeing.VISION, num_patches=16, patch_size=8)
     model = hugging("Siglip2VisionModel", config)().eval()

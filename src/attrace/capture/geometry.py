@@ -118,6 +118,19 @@ class _Reading:
         )
         return ""
 
+    def _in_one_sequence(self, grid: Grid, stem: Stem, first: Any) -> tuple[Grid, ...]:
+        """A grid for each image, where a batch of them, each cut to its own size, became one sequence."""
+        sizes = self.seen.sizes.get("image_sizes", [list(stem.sizes)] * stem.batch)
+        grids: list[Grid] = []
+        for height, width in sizes if len(stem.sizes) == 2 else ():
+            rows, columns = height // stem.stride[0], width // stem.stride[1]
+            start = grids[-1].stop if grids else 0
+            if min(rows, columns) < 1:
+                return ()
+            grids.append(replace(grid, height=rows, width=columns, image=(height, width), start=start))
+        fits = len(grids) == stem.batch and first.shape[0] == 1 and first.shape[2] == sum(len(one) for one in grids)
+        return tuple(grids) if fits else ()
+
     def _image(self, stem: Stem, tower: list[Any]) -> str:
         """Note the grid of an image, or say why it cannot be told."""
         height, width = stem.counts[-2:]
@@ -139,6 +152,9 @@ class _Reading:
             self.levels.update(found)
         else:
             named = around(grid.patches, tower[0].shape[2], stem, self.seen)
+            if isinstance(named, str) and (cropped := self._in_one_sequence(grid, stem, tower[0])):
+                self.images[stem.argument] = cropped
+                return ""
             if isinstance(named, str):
                 return f"{height} x {width} patches of {stem.sizes} by {stem.name}; {named}"
             grid = replace(grid, prefix=tuple(named[0]), suffix=tuple(named[1]))

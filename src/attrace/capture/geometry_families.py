@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 _WAVEFORM = (
-    "data2vec-audio", "hubert", "sew", "sew-d", "unispeech", "unispeech-sat", "wav2vec2", "wav2vec2-conformer", "wavlm",
+    "data2vec-audio", "hubert", "moonshine", "sew", "sew-d", "unispeech", "unispeech-sat", "wav2vec2",
+    "wav2vec2-conformer", "wavlm",
 )  # fmt: skip
 RATES: dict[str, float] = {
     **dict.fromkeys(_WAVEFORM, 16_000.0),
@@ -28,8 +29,11 @@ BLOCKS: dict[str, bool] = {
 
 def rate_of(config: Any) -> float | None:
     """Input steps per second."""
-    rate = getattr(config, "sampling_rate", None)
-    return float(rate) if rate else RATES.get(getattr(config, "model_type", ""))
+    for part in (config, getattr(config, "audio_config", None), getattr(config, "encoder", None)):
+        rate = getattr(part, "sampling_rate", None) or RATES.get(getattr(part, "model_type", ""))
+        if rate:
+            return float(rate)
+    return None
 
 
 def merge_factor(config: Any, height: int) -> int | None:

@@ -24,7 +24,7 @@ POOLS: dict[Any, tuple[int, int, int, int | None]] = {
 JOINS = {aten.cat.default}
 PARTS: set[Any] = CONVOLUTIONS | JOINS | set(POOLS)
 
-GRID_INPUTS = ("image_grid_thw", "video_grid_thw", "spatial_shapes", "image_sizes")
+GRID_INPUTS = ("image_grid_thw", "video_grid_thw", "grid_thw", "spatial_shapes", "image_sizes")
 """Arguments of a model's forward that tell the size of each image."""
 LIBRARIES: dict[str, Literal["pad first", "roll first"]] = {
     "transformers": "pad first",
@@ -32,8 +32,8 @@ LIBRARIES: dict[str, Literal["pad first", "roll first"]] = {
     "timm": "roll first",
 }
 """Which of the two a library's window attention does first; it matters where windows do not fill the grid."""
-UNSHIFTED = ("_sam", "_vitdet")
-"""Parts of the names of files whose windows never shift; elsewhere a window size alone may mean something else."""
+UNSHIFTED = ("_sam", "samvision", "vitdet")
+"""In the names of classes whose windows never shift; elsewhere a window size alone may mean something else."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,25 +134,30 @@ class Observed:
         tensors, dim = args[0], args[1] if len(args) > 1 else 0
         if len(tensors) < 2 or tensors[0].ndim != 3 or dim not in (1, -2):
             return
-        if self._names is None:
-            self._names = {
-                parameter.untyped_storage()._cdata: (name, token_count(parameter))
-                for name, parameter in model.named_parameters()
-                if token_count(parameter) and not is_wrapped(parameter)
-            }
+        names = self._names_of(model)
         parts = []
         for tensor in tensors:
-            name, count = self._names.get(tensor.untyped_storage()._cdata, (None, 0))
+            name, count = names.get(tensor.untyped_storage()._cdata, (None, 0))
             length = tensor.shape[1]
             # A slice of a longer parameter (a position encoding) is no token of its own.
             parts.append((name if count == length else None, length))
         self.joins.append(Join(at, tuple(parts)))
 
+    def _names_of(self, model: nn.Module) -> dict[int, tuple[str, int]]:
+        """The name of each parameter that may be tokens, and how many, by its storage."""
+        if self._names is None:
+            self._names = {
+                parameter.untyped_storage()._cdata: (name, count)
+                for name, parameter in model.named_parameters()
+                if (count := token_count(parameter)) and not is_wrapped(parameter)
+            }
+        return self._names
+
     def end(self, model: nn.Module, callers: set[str]) -> None:
         """Read off the modules what the call left in them."""
         if self.ended:
             return
-        self.ended, self._names = True, None
+        self.ended = True
         cut = {name: found for name in callers if (found := windows_around(name, model)) is not None}
         if cut:
             merges = 0
@@ -165,9 +170,8 @@ class Observed:
         if not (self.steps or self.sizes):
             self.ids = None
             return
-        self.parameters = {
-            name: token_count(value) for name, value in model.named_parameters() if prefix_label(name) is not None
-        }
+        self.parameters = {name: count for name, count in self._names_of(model).values() if prefix_label(name)}
+        self._names = None
 
 
 def token_count(parameter: Tensor) -> int:
@@ -220,10 +224,11 @@ def windows_around(name: str, model: nn.Module) -> tuple[tuple[int, int], tuple[
             as_pair(module.__dict__.get(name, getattr(type(module), name, None)))
             for name in ("window_size", "shift_size")
         )
-        if shift is None and any(name in type(module).__module__ for name in UNSHIFTED):
+        kind = type(module)
+        if shift is None and any(name in f"{kind.__module__}.{kind.__name__}".lower() for name in UNSHIFTED):
             shift = (0, 0)
         if size is not None and shift is not None and min(size) > 0:
-            found = size, shift, type(module).__module__.partition(".")[0]
+            found = size, shift, kind.__module__.partition(".")[0]
     return found
 
 

@@ -183,7 +183,8 @@ def _names(tokens: Sequence[str | None]) -> list[str]:
     named = []
     for name in tokens:
         used[name] = used.get(name, 0) + 1
-        label = prefix_label(name or "") or (name or "").rpartition(".")[2]
+        # A table of embeddings holds its tokens as its weight.
+        label = prefix_label(name or "") or (name or "").removesuffix(".weight").rpartition(".")[2]
         several = counts[name] > 1 or label in ("register", "detection")
         named.append(f"{label} {used[name]}" if several else label)
     return named

@@ -105,7 +105,7 @@ class Recorder(TorchDispatchMode):
     def __init__(self, trace: Trace, modules: dict[str, nn.Module], *, blocks: BlockInputs | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._trace = trace
-        self._model = model
+        self._model = modules[""]
         self._blocks = blocks
         self._values = blocks is not None
         self._thread = threading.get_ident()

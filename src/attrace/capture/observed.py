@@ -6,6 +6,7 @@ image need not be guessed from a token count.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -34,6 +35,11 @@ LIBRARIES: dict[str, Literal["pad first", "roll first"]] = {
 """Which of the two a library's window attention does first; it matters where windows do not fill the grid."""
 UNSHIFTED = ("_sam", "samvision", "vitdet")
 """In the names of classes whose windows never shift; elsewhere a window size alone may mean something else."""
+
+Modules = Mapping[str, nn.Module]
+"""The model's modules by name, in the order in which they were registered; itself as ""."""
+NO_TOKENS = (nn.Linear, nn.LayerNorm, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.MultiheadAttention)
+"""Modules that hold many parameters, none of them a token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,10 +111,10 @@ class Observed:
             ids=None if ids is None or ids.ndim != 2 else ids.detach(),
         )
 
-    def see(self, func: Any, args: tuple[Any, ...], out: Any, *, name: str, at: int, model: nn.Module) -> None:
+    def see(self, func: Any, args: tuple[Any, ...], out: Any, *, name: str, at: int, modules: Modules) -> None:
         """Note one operator of PARTS."""
         if func in JOINS:
-            self._join(args, at, model)
+            self._join(args, at, modules)
             return
         made = out[0] if isinstance(out, tuple) else out
         given, axes = args[0], made.ndim - 2
@@ -130,11 +136,11 @@ class Observed:
             )
         )
 
-    def _join(self, args: tuple[Any, ...], at: int, model: nn.Module) -> None:
+    def _join(self, args: tuple[Any, ...], at: int, modules: Modules) -> None:
         tensors, dim = args[0], args[1] if len(args) > 1 else 0
         if len(tensors) < 2 or tensors[0].ndim != 3 or dim not in (1, -2):
             return
-        names = self._names_of(model)
+        names = self._names_of(modules)
         parts = []
         for tensor in tensors:
             name, count = names.get(tensor.untyped_storage()._cdata, (None, 0))
@@ -143,34 +149,36 @@ class Observed:
             parts.append((name if count == length else None, length))
         self.joins.append(Join(at, tuple(parts)))
 
-    def _names_of(self, model: nn.Module) -> dict[int, tuple[str, int]]:
+    def _names_of(self, modules: Modules) -> dict[int, tuple[str, int]]:
         """The name of each parameter that may be tokens, and how many, by its storage."""
         if self._names is None:
             self._names = {
-                parameter.untyped_storage()._cdata: (name, count)
-                for name, parameter in model.named_parameters()
-                if (count := token_count(parameter)) and not is_wrapped(parameter)
+                parameter.untyped_storage()._cdata: (f"{name}.{own}" if name else own, count)
+                for name, module in modules.items()
+                if module._parameters and not isinstance(module, NO_TOKENS)
+                for own, parameter in module._parameters.items()
+                if parameter is not None and (count := token_count(parameter)) and not is_wrapped(parameter)
             }
         return self._names
 
-    def end(self, model: nn.Module, callers: set[str]) -> None:
+    def end(self, modules: Modules, callers: set[str]) -> None:
         """Read off the modules what the call left in them."""
         if self.ended:
             return
         self.ended = True
-        cut = {name: found for name in callers if (found := windows_around(name, model)) is not None}
+        cut = {name: found for name in callers if (found := windows_around(name, modules[""])) is not None}
         if cut:
             merges = 0
-            for name, module in model.named_modules():
+            for name, module in modules.items():
                 merges += is_merging(module)
-                caller = name or type(model).__name__
+                caller = name or type(module).__name__
                 if caller in cut:
                     size, shift, library = cut[caller]
                     self.windows[caller] = Windows(size, shift, library, LIBRARIES.get(library), merges)
         if not (self.steps or self.sizes):
             self.ids = None
             return
-        self.parameters = {name: count for name, count in self._names_of(model).values() if prefix_label(name)}
+        self.parameters = {name: count for name, count in self._names_of(modules).values() if prefix_label(name)}
         self._names = None
 
 

@@ -105,7 +105,7 @@ class Recorder(TorchDispatchMode):
     def __init__(self, trace: Trace, modules: dict[str, nn.Module], *, blocks: BlockInputs | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._trace = trace
-        self._model = modules[""]
+        self._modules = modules
         self._blocks = blocks
         self._values = blocks is not None
         self._thread = threading.get_ident()
@@ -169,7 +169,7 @@ class Recorder(TorchDispatchMode):
             self._pending.clear()
             self._trace.output = output
             if self._trace.seen is not None:
-                self._trace.seen.end(self._model, {op.name for op in self._trace.ops})
+                self._trace.seen.end(self._modules, {op.name for op in self._trace.ops})
 
     # What it calls
 
@@ -203,7 +203,7 @@ class Recorder(TorchDispatchMode):
     def _see(self, func: Any, args: tuple[Any, ...], out: Any) -> None:
         if self._trace.seen is not None and not self._trace.seen.ended:
             name = "" if func in observed.JOINS else self._caller().name
-            self._trace.seen.see(func, args, out, name=name, at=len(self._trace.ops), model=self._model)
+            self._trace.seen.see(func, args, out, name=name, at=len(self._trace.ops), modules=self._modules)
 
     def _fused(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         query, key, value = args[:3]

@@ -289,7 +289,7 @@ def test_tokens_that_cannot_be_named_are_refused_not_guessed() -> None:
         _ = trace.geometry.grid
 
 
-def test_gradients_inference_mode_and_compiled_conv_show_the_same_grid() -> None:
+def test_gradients_and_inference_mode_show_the_same_grid() -> None:
     case = seeing.IMAGES["deit"]
     model = case.model()
     grids = []
@@ -298,3 +298,46 @@ def test_gradients_inference_mode_and_compiled_conv_show_the_same_grid() -> None
             case.run(model, case.images())
         grids.append(trace.geometry.grid)
     assert grids[0] == grids[1] == grids[2]
+
+
+class Wrapper(nn.Module):
+    """Passes everything on, as wrappers do."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.inner(*args, **kwargs)
+
+
+def test_a_wrapped_model_shows_the_grid_by_position_and_by_name() -> None:
+    case = seeing.IMAGES["vit"]
+    model = Wrapper(case.model()).eval()
+    with torch.no_grad():
+        placed, named = attrace.trace(model, case.images()), attrace.trace(model, pixel_values=case.images())
+    assert placed.geometry.grid == named.geometry.grid
+    assert placed.geometry.grid.prefix == ("class",)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_shows_the_grid(dtype: torch.dtype) -> None:
+    case = seeing.IMAGES["dinov2-registers"]
+    grid, _ = grid_of(case, case.model())
+    model = case.model().to(dtype)
+    with torch.no_grad(), attrace.record(model) as trace:
+        case.run(model, case.images().to(dtype))
+    assert trace.geometry.grid == grid
+
+
+def test_geometry_leaves_nothing_on_the_model_and_outputs_as_they_are() -> None:
+    case = seeing.IMAGES["swin"]
+    model, images = case.model(), case.images()
+    before = {name: set(vars(module)) for name, module in model.named_modules()}
+    with torch.no_grad():
+        plain = case.run(model, images).last_hidden_state
+        with attrace.record(model) as trace:
+            recorded = case.run(model, images).last_hidden_state
+    assert torch.equal(plain, recorded)
+    assert trace.geometry.grid.patches == 80
+    assert {name: set(vars(module)) for name, module in model.named_modules()} == before

@@ -401,7 +401,14 @@ def test_more_tokens_than_images() -> None:
         "input_ids": prompt(52), "pixel_values": pictures(1, 3, 3, 32, 32), "image_sizes": torch.tensor([[32, 64]]),
     })  # fmt: skip
     assert trace.geometry.prompt == ()
-    assert "prompt 0" in trace.geometry.refused[0]
+    assert trace.geometry.refused == ("prompt 0: more image tokens than the 48 of 3 images",)
+
+
+def test_a_prompt_buffer_may_be_used_again() -> None:
+    given = {"input_ids": prompt(16), "pixel_values": pictures(1, 3, 32, 32)}
+    trace = tiny.traced(llava().eval(), given)
+    given["input_ids"].zero_()
+    assert [span.span for span in trace.geometry.prompt] == [(1, 17)]
 
 
 def test_a_prompt_without_ids_is_refused() -> None:

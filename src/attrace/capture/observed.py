@@ -104,6 +104,9 @@ class Observed:
     def of(cls, given: dict[str, Any]) -> Observed:
         """Begin a call with these arguments."""
         tensors = {name: value for name, value in given.items() if isinstance(value, Tensor)}
+        for name, value in given.items():  # a wrapper's *args
+            if isinstance(value, tuple):
+                tensors.update((f"{name}[{i}]", one) for i, one in enumerate(value) if isinstance(one, Tensor))
         ids = tensors.get("input_ids")
         return cls(
             shapes={name: tuple(value.shape) for name, value in tensors.items() if value.is_floating_point()},
@@ -178,6 +181,8 @@ class Observed:
         if not (self.steps or self.sizes):
             self.ids = None
             return
+        if self.ids is not None:
+            self.ids = self.ids.clone()  # a caller may use the buffer again
         self.parameters = {name: count for name, count in self._names_of(modules).values() if prefix_label(name)}
         self._names = None
 

@@ -140,7 +140,9 @@ def prompt_spans(
         places = [i for i, one in enumerate(row) if one == token]
         while places:
             image = len(found)
-            grid = waiting[image] if image < len(waiting) else "more image tokens than images"
+            tokens = sum(len(one) for one in waiting if not isinstance(one, str))
+            more = f"more image tokens than the {tokens} of {len(waiting)} images"
+            grid = waiting[image] if image < len(waiting) else more
             if not isinstance(grid, str) and places[: len(grid)] != list(range(places[0], places[0] + len(grid))):
                 grid = (
                     f"{len(places)} image tokens left for an image of {grid.height} x {grid.width}, which are not "

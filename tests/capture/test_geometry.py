@@ -259,34 +259,55 @@ def test_a_second_run_has_its_own_grid() -> None:
 
 
 class Plain(nn.Module):
-    """A user's own model: a class token under a name of its own, patches by a convolution, one attention."""
+    """A user's own model: patches by a convolution, tokens of its own beside them, one attention."""
 
-    def __init__(self, named: bool) -> None:
+    def __init__(self, tokens: dict[str, int], order: list[str], *, computed: bool = False) -> None:
         super().__init__()
         self.cut = nn.Conv2d(3, 8, (4, 2), (4, 2))
-        self.query = nn.Parameter(torch.randn(1, 2, 8))
-        self.named = named
+        for name, count in tokens.items():
+            setattr(self, name, nn.Parameter(torch.randn(1, count, 8)))
+        self.order, self.computed = order, computed
 
     def forward(self, picture: torch.Tensor) -> torch.Tensor:
         x = self.cut(picture).flatten(2).mT
-        held = self.query if self.named else self.query * 1.0
-        x = torch.cat([held.expand(len(x), -1, -1), x], dim=1)[:, None]
+        parts = []
+        for name in self.order:
+            part = x if name == "patches" else getattr(self, name).expand(len(x), -1, -1)
+            parts.append(part * 1.0 if self.computed else part)
+        x = torch.cat(parts, dim=1)[:, None]
         return nn.functional.scaled_dot_product_attention(x, x, x)
 
 
-def test_a_users_own_tokens_are_named_after_their_parameter() -> None:
+def plain_grid(tokens: dict[str, int], order: str, *, computed: bool = False) -> Grid:
     with torch.no_grad():
-        trace = attrace.trace(Plain(named=True), torch.randn(1, 3, 12, 8))
-    grid = trace.geometry.grid
+        trace = attrace.trace(Plain(tokens, order.split(), computed=computed), torch.randn(2, 3, 12, 8))
+    return trace.geometry.grid
+
+
+def test_a_users_own_tokens_are_named_after_their_parameter() -> None:
+    grid = plain_grid({"query": 2}, "query patches")
     assert (grid.prefix, grid.height, grid.width, grid.patch) == (("query 1", "query 2"), 3, 4, (4, 2))
     assert (grid.box(2), grid.box(13)) == ((0, 0, 4, 2), (8, 6, 12, 8))
 
 
-def test_tokens_that_cannot_be_named_are_refused_not_guessed() -> None:
-    with torch.no_grad():
-        trace = attrace.trace(Plain(named=False), torch.randn(1, 3, 12, 8))
+@pytest.mark.parametrize("computed", [False, True])
+@pytest.mark.parametrize(("order", "prefix", "suffix"), [
+    ("cls_token register_tokens patches", ("class", "register 1", "register 2"), ()),
+    ("register_tokens cls_token patches", ("register 1", "register 2", "class"), ()),
+    ("cls_token patches register_tokens", ("class",), ("register 1", "register 2")),
+    ("patches register_tokens cls_token", (), ("register 1", "register 2", "class")),
+])  # fmt: skip
+def test_tokens_are_where_the_model_puts_them(
+    order: str, prefix: tuple[str, ...], suffix: tuple[str, ...], computed: bool
+) -> None:
+    grid = plain_grid({"register_tokens": 2, "cls_token": 1}, order, computed=computed)
+    assert (grid.prefix, grid.suffix) == (prefix, suffix)
+
+
+@pytest.mark.parametrize("tokens", [{"query": 2}, {"cls_token": 1, "dist_token": 1}])
+def test_tokens_that_cannot_be_told_apart_are_refused_not_guessed(tokens: dict[str, int]) -> None:
     with pytest.raises(CaptureError, match=r"3 x 4 patches of \(12, 8\) by cut; 14 tokens for 12 patches"):
-        _ = trace.geometry.grid
+        plain_grid(tokens, " ".join([*tokens, "patches"]), computed=True)
 
 
 def test_gradients_and_inference_mode_show_the_same_grid() -> None:

@@ -36,8 +36,8 @@ class Windowed:
     window: tuple[int, int]
     stages: tuple[tuple[int, int], ...]
     """The grid of each block."""
-    shifts: tuple[int, ...]
-    """By hand, for each block."""
+    shifts: tuple[int | tuple[int, int], ...]
+    """By hand, for each block; one for both sides, or two."""
     block: Callable[[nn.Module, str, Tensor], Tensor]
     """Runs the block around a call on its own, (B, h, w, C) -> (B, h, w, C)."""
     pads_first: bool = True
@@ -89,6 +89,9 @@ MODELS: dict[str, Windowed] = {
         (48, 48), (4, 4), ((12, 12),) * 2 + ((6, 6),) * 2, (0, 2, 0, 2), plain_block, pads_first=False),
     "torchvision-swin": Windowed(lambda: Swin([4, 4], 12, [2, 2], [3, 3], [3, 3]), (32, 40), (3, 3), FIRST + SECOND,
                                  (0, 1, 0, 1), plain_block),
+    # One window covers the height, so that windows shift to the side alone; then one covers all.
+    "torchvision-flat": Windowed(lambda: Swin([4, 4], 12, [2, 2], [3, 3], [4, 4]), (16, 32), (4, 4),
+                                 ((4, 8),) * 2 + ((2, 4),) * 2, (0, (0, 2), 0, 0), plain_block),
     "torchvision-swinv2": Windowed(
         lambda: Swin([4, 4], 12, [2, 2], [3, 3], [4, 4], block=swin.SwinTransformerBlockV2,
                      downsample_layer=swin.PatchMergingV2),
@@ -97,9 +100,10 @@ MODELS: dict[str, Windowed] = {
 every_model = pytest.mark.parametrize("name", MODELS)
 
 
-def naive_places(case: Windowed, grid: tuple[int, int], shift: int) -> list[list[int | None]]:
+def naive_places(case: Windowed, grid: tuple[int, int], shift: int | tuple[int, int]) -> list[list[int | None]]:
     """Where each window position lies in the grid, position by position; None beside it."""
     height, width = grid
+    down, right = (shift, shift) if isinstance(shift, int) else shift
     tall, wide = (side + -side % step for side, step in zip(grid, case.window, strict=True))
     windows = []
     for top in range(0, tall, case.window[0]):
@@ -108,17 +112,17 @@ def naive_places(case: Windowed, grid: tuple[int, int], shift: int) -> list[list
             for y in range(top, top + case.window[0]):
                 for x in range(left, left + case.window[1]):
                     if case.pads_first:
-                        row, column = (y + shift) % tall, (x + shift) % wide
+                        row, column = (y + down) % tall, (x + right) % wide
                         inside = row < height and column < width
                     else:
                         inside = y < height and x < width
-                        row, column = (y + shift) % height, (x + shift) % width
+                        row, column = (y + down) % height, (x + right) % width
                     places.append(row * width + column if inside else None)
             windows.append(places)
     return windows
 
 
-def dense(case: Windowed, op: Any, grid: tuple[int, int], shift: int) -> NDArray[np.float64]:
+def dense(case: Windowed, op: Any, grid: tuple[int, int], shift: int | tuple[int, int]) -> NDArray[np.float64]:
     """The recorded windows as one map, written cell by cell: (B, H, n, n)."""
     maps = op.weights().double().numpy()
     n, places = grid[0] * grid[1], naive_places(case, grid, shift)

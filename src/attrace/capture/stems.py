@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
-from attrace.capture.observed import LABELS, Join, Observed, Strided, prefix_label
+from attrace.capture.observed import Join, Observed, Strided, prefix_label
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ def _field(steps: Sequence[tuple[int, int, int, int]]) -> tuple[int, int, int]:
 def around(patches: int, tokens: int, stem: Stem, seen: Observed) -> tuple[list[str], list[str]] | str:
     """Names of the tokens before and after the patches, or why they cannot be told.
 
-    By the order in which the run put them together; where that does not add up, by the names of the parameters.
+    By the parameters that the run put beside them; where those were changed first, by the usual names of parameters.
     """
     before: list[str | None] = []
     after: list[str | None] = []
@@ -136,14 +136,32 @@ def around(patches: int, tokens: int, stem: Stem, seen: Observed) -> tuple[list[
     if len(before) + patches + len(after) == tokens and None not in (*before, *after):
         return _names(before), _names(after)
     usual = {name: count for name, count in seen.parameters.items() if _near(name, stem.name, seen.parameters)}
-    labelled = [(label, name) for label in LABELS for name in usual if prefix_label(name) == label]
-    named = [(label, [name] * usual[name]) for label, name in labelled]
-    head = [name for label, names in named if label != "detection" for name in names]
-    tail = [name for label, names in named if label == "detection" for name in names]
-    if len(head) + patches + len(tail) == tokens:
-        return _names(head), _names(tail)
+    found = _by_length(usual, patches, tokens, stem, seen)
+    if found is not None:
+        return found
     parameters = ", ".join(f"{name} ({count})" for name, count in usual.items()) or "none"
     return f"{tokens} tokens for {patches} patches, and parameters that are tokens: {parameters}"
+
+
+def _by_length(
+    usual: dict[str, int], patches: int, tokens: int, stem: Stem, seen: Observed
+) -> tuple[list[str], list[str]] | None:
+    """Names of tokens that were computed from parameters before they were joined: by how many there are of each.
+
+    None where two of them are equally many, or no join has these lengths.
+    """
+    if len(set(usual.values())) < len(usual):
+        return None
+    by_count = {count: name for name, count in usual.items()}
+    for join in seen.joins:
+        lengths = [count for _, count in join.parts]
+        others = [count for count in lengths if count != patches]
+        alone = lengths.count(patches) == 1 and sum(lengths) == tokens
+        if join.at == stem.at and alone and sorted(others) == sorted(by_count):
+            at = lengths.index(patches)
+            head, tail = ([by_count[n] for n in part for _ in range(n)] for part in (lengths[:at], lengths[at + 1 :]))
+            return _names(head), _names(tail)
+    return None
 
 
 def _joined(

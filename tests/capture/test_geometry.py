@@ -14,6 +14,7 @@ import transformers
 from torch import nn
 
 import attrace
+from attrace.aggregate import pixel_map
 from attrace.capture.windows import window_places
 from attrace.errors import CaptureError, InputError
 from attrace.layout import Grid
@@ -319,6 +320,27 @@ def test_gradients_and_inference_mode_show_the_same_grid() -> None:
             case.run(model, case.images())
         grids.append(trace.geometry.grid)
     assert grids[0] == grids[1] == grids[2]
+
+
+def test_from_a_row_to_a_picture() -> None:
+    case = seeing.IMAGES["deit"]
+    grid, trace = grid_of(case, case.model())
+    row = trace.rollout(target=grid.named("class"))[0].numpy()
+    picture = pixel_map(row, grid)
+    assert picture.shape == (32, 32)
+    beside = sum(row[grid.named(name)] for name in grid.prefix)
+    assert picture.sum() / 64 + beside == pytest.approx(1.0)
+    assert picture[9, 17] == pytest.approx(row[grid.token(1, 2)])
+    swin = seeing.IMAGES["swin"]
+    grid, trace = grid_of(swin, swin.model())
+    row = trace.rollout(target=torch.full((20,), 1 / 20))[0].numpy()
+    assert pixel_map(row, grid).shape == (30, 40)
+    assert pixel_map(row, grid)[29, 39] == pytest.approx(row[79])
+
+
+def test_a_trace_of_another_framework_says_so() -> None:
+    with pytest.raises(CaptureError, match="Model was not recorded in PyTorch"):
+        _ = attrace.Trace("Model").geometry.grid
 
 
 class Wrapper(nn.Module):

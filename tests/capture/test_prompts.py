@@ -208,12 +208,13 @@ def qwen_inputs(images: list[Tensor]) -> dict[str, Tensor]:
     }
 
 
-def test_rows_are_those_of_the_processor() -> None:
-    processor = transformers.Qwen2VLImageProcessor(
+@pytest.mark.parametrize("processor", ["Qwen2VLImageProcessor", "Glm4vImageProcessor"])
+def test_rows_are_those_of_the_processor(processor: str) -> None:
+    made_by = getattr(transformers, processor)(
         do_resize=False, do_rescale=False, do_normalize=False, patch_size=4, merge_size=2, temporal_patch_size=2
     )
     image = pictures(3, 16, 24)
-    made = processor(images=image, return_tensors="pt", do_convert_rgb=False, input_data_format="channels_first")
+    made = made_by(images=image, return_tensors="pt", do_convert_rgb=False, input_data_format="channels_first")
     torch.testing.assert_close(made["pixel_values"].float(), packed_rows(image))
     assert made["image_grid_thw"].tolist() == THW[:1]
 

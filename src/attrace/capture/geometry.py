@@ -60,7 +60,9 @@ def geometry_of(trace: Trace) -> Geometry:
     """Read the geometry of a trace; what cannot be told is in `refused`."""
     seen: Observed | None = trace.seen
     refused: list[str] = []
-    if seen is None or not (seen.steps or seen.sizes):
+    if seen is None:
+        return Geometry(refused=(f"{trace.model} was not recorded in PyTorch, where tokens are followed to the image",))
+    if not (seen.steps or seen.sizes):
         return Geometry(refused=(f"{trace.model} read neither an image nor a sound by a convolution",))
     reading = _Reading(trace, seen, refused)
     packed = bool(set(seen.sizes) & set(PACKED))

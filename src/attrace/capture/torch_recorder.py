@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.overrides import enable_reentrant_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from attrace.capture import torch_external, torch_fastpath
+from attrace.capture import observed, torch_external, torch_fastpath
 from attrace.capture.registered import RegistryObserver
 from attrace.capture.registry import in_use, refuse_flex, watching
 from attrace.capture.steps import Call, KeyStore, below_compiler, call_of, joins_cache
@@ -85,6 +85,7 @@ HEAD_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "num_hea
 SECOND_STREAMS = ("key_value_states", "encoder_hidden_states", "encoder_states", "memory")
 PRODUCTS = {aten.bmm.default, aten.baddbmm.default}
 PARTS = torch_external.Parts({
+    **dict.fromkeys(observed.PARTS, "seen"),
     **dict.fromkeys(FUSED, "fused"),
     **dict.fromkeys(SOFTMAX, "softmax"),
     **dict.fromkeys(PRODUCTS, "product"),
@@ -120,6 +121,7 @@ class Recorder(TorchDispatchMode):
     def __init__(self, trace: Trace, modules: dict[str, nn.Module], *, blocks: BlockInputs | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._trace = trace
+        self._modules = modules
         self._blocks = blocks
         self._values = blocks is not None
         self._thread = threading.get_ident()
@@ -187,6 +189,8 @@ class Recorder(TorchDispatchMode):
         self._call = call_of(given, self._call)
         self._call.running = True
         self._trace.begin(torch_fastpath.real_tokens(given), self._call)
+        if self._trace.seen is None or not (self._trace.seen.steps or self._trace.seen.sizes):
+            self._trace.seen = observed.Observed.of(given)
 
     def see_tokens(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if threading.get_ident() == self._thread:
@@ -199,6 +203,8 @@ class Recorder(TorchDispatchMode):
             self._note_loose()
             self._pending.clear()
             self._trace.output = output
+            if self._trace.seen is not None:
+                self._trace.seen.end(self._modules, {op.name for op in self._trace.ops})
 
     def _note_loose(self) -> None:
         """Tell the trace of softmaxes with the form of maps that met no values."""
@@ -240,6 +246,8 @@ class Recorder(TorchDispatchMode):
             return out
         if part == "dropout" and self._running:
             self._trace.dropout |= func is not aten.native_dropout.default or (args[1] > 0 and args[2] is not False)
+        if func in observed.PARTS and self._running:
+            self._see(func, args, out)
         if part in ("fused", "external"):
             with enable_reentrant_dispatch():  # so that detached tensors share their version counters
                 (self._fused if part == "fused" else self._external)(func, args, kwargs)
@@ -254,9 +262,14 @@ class Recorder(TorchDispatchMode):
             self._product(args)
         elif self._pending and part == "sum":
             self._sum(args, out)
-        elif self._pending:
+        elif self._pending and part != "seen":
             self._carry(func, args, out)
         return out
+
+    def _see(self, func: Any, args: tuple[Any, ...], out: Any) -> None:
+        if self._trace.seen is not None and not self._trace.seen.ended:
+            name = "" if func in observed.JOINS else self._caller().name
+            self._trace.seen.see(func, args, out, name=name, at=len(self._trace.ops), modules=self._modules)
 
     def _fused(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         query, key, value = args[:3]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from attrace.capture.memory import check_fits
 from attrace.errors import CaptureError, InputError, ShapeError
@@ -17,9 +17,12 @@ from attrace.ops.rollout.checks import (
     check_residual,
     check_tolerance,
 )
-from attrace.ops.rollout.streamed import Mixing, Scaling, source_columns, target_rows
+from attrace.ops.rollout.streamed import Mixing, Scaling, is_pooling, source_columns, target_rows
 from attrace.ops.rollout.streams import StreamGraph, joined_by
 from attrace.types import Array, AttentionOp, Heads
+
+if TYPE_CHECKING:
+    from attrace.capture.geometry import Geometry
 
 Question = int | Sequence[int] | tuple[str, int | Sequence[int]]
 """Token positions, of one stream where its name comes first."""
@@ -105,6 +108,8 @@ class Trace:
     """Recorded with values, and with the attention blocks where the family is known."""
     family: str = ""
     """The model's configured type, for messages."""
+    seen: Any = field(default=None, repr=False)
+    """What the run showed of where its tokens come from (`attrace.capture.observed.Observed`)."""
 
     def begin(self, attention_mask: Any, call: Any = None) -> None:
         """Note that the model is called (the recorder does)."""
@@ -184,6 +189,26 @@ class Trace:
         count = getattr(text, "num_hidden_layers", None)
         return count if isinstance(count, int) else None
 
+    @property
+    def geometry(self) -> Geometry:
+        """What the tokens of images and sounds are: patch grids, seconds, places in the prompt.
+
+        Read off the run, checked against the token counts; what could not be told is in `.refused`, with the reason.
+        """
+        from attrace.capture.geometry import geometry_of
+
+        return geometry_of(self)
+
+    def joined(self) -> Trace:
+        """The run with windows and packed pieces joined into maps over whole grids, (B, H, n, n).
+
+        Where a model merges its tokens between stages, an operator of that merging stands between: each merged token
+        reads its tokens evenly.  `rollout` goes this way by itself where it has to.
+        """
+        from attrace.capture.joined import joined
+
+        return replace(self, ops=joined(self), unread=list(self.unread), starts=list(self.starts))
+
     def is_causal(self) -> bool:
         """Whether no position looks at a later one: seen on the first row of every layer."""
         return all(op.causal or not bool(op.weights([0])[..., 1:].any()) for op in self.ops)
@@ -206,7 +231,8 @@ class Trace:
         One question at a time: `target` is a token position -> its row (B, n), several positions -> (B, k, n), or
         a row to start from, (n,) or (B, n), as a float array -> (B, n).  `source` is a position -> its column
         (B, n), or several -> (B, k, n).  `segments` are (start, stop) token ranges -> (B, n, M), the share of
-        each in every position.  None of them: the whole map (B, n, n).
+        each in every position.  None of them: the whole map (B, n, n).  Where a model merges its tokens between
+        stages, targets are tokens of its last grid, sources tokens of its first.
 
         Where attention joins several streams of tokens (an encoder and a decoder, images and text) the answer is
         {stream: array}: of a target, where in each stream its mass ends; of a source, which positions of each
@@ -230,6 +256,8 @@ class Trace:
                 layers=layers, normalize=normalize, tolerance=tolerance,
             )  # fmt: skip
         ops = self._chosen(layers)
+        over_grids = self._over_grids(ops)
+        ops = ops if over_grids is None else over_grids
         residual, discard, tolerance = (
             check_residual(residual),
             check_discard(discard),
@@ -238,13 +266,14 @@ class Trace:
         if sum(q is not None for q in (target, source, segments)) > 1:
             raise InputError("Expected one of target, source and segments. Received: more than one. Ask one by one.")
         for op in ops:
-            check_heads(heads, op.heads)
+            if not is_pooling(op):
+                check_heads(heads, op.heads)
         changed = discard > 0 or heads in ("max", "min")
         scaling: Scaling = "own" if changed else "none"
         if normalize is not None:
             scaling = "one" if normalize else "none"
         mixing = Mixing(heads, residual, scaling, discard, self.valid, self.valid)
-        if not self._is_chain():
+        if over_grids is None and not self._is_chain():
             from attrace.capture.streams import rollout_over_streams
 
             mixing = replace(mixing, valid=None, valid_keys=None)
@@ -253,8 +282,9 @@ class Trace:
             )
             found = {name: _finished(answer, ops[-1], ask, single) for name, answer in answers.items()}
             return next(iter(found.values())) if len(self.streams) == 1 else found
+        asked_of, n = (ops[0], ops[0].shape[3]) if target is None else (ops[-1], ops[-1].shape[2])
         start, ask, single = self._question(
-            ops[-1], ops[-1].shape[2], *(self._of_only_stream(asked) for asked in (target, source, segments))
+            asked_of, n, *(self._of_only_stream(asked) for asked in (target, source, segments))
         )
         if ask == "target":
             answer = target_rows(ops, start, mixing, tolerance=tolerance)
@@ -354,9 +384,21 @@ class Trace:
             )
         return [self.ops[i] for i in layer_indices(layers, len(self.ops))]
 
+    def _over_grids(self, ops: Sequence[RecordedOp]) -> list[RecordedOp] | None:
+        """The chosen calls over whole grids of patches, with the mergings between; None where they are so already."""
+        if self.seen is None or not (self.seen.windows or (self.seen.steps and len(self._names()) == 1)):
+            return None
+        from attrace.capture.joined import chain_over_grids
+
+        chain, wanted = chain_over_grids(self), {op.layer for op in ops}
+        return None if chain is None else [op for op in chain if is_pooling(op) or op.layer in wanted]
+
+    def _names(self) -> set[str]:
+        return {name for op in self.ops for name in joined_by(op)}
+
     def _is_chain(self) -> bool:
         """Whether all calls mix one stream with itself, at the same positions."""
-        names = {name for op in self.ops for name in joined_by(op)}
+        names = self._names()
         batch, _, n, _ = self.ops[0].shape
         return (
             len(names) == 1

@@ -120,8 +120,13 @@ def _real(valid: Array | None, item: int, like: Array) -> Array:
     return xp.nonzero(xp.ones_like(like) > 0 if valid is None else valid[item])[0]
 
 
+def is_pooling(op: AttentionOp) -> bool:
+    """Whether an operator makes fewer tokens of many, between stages: no residual goes around it."""
+    return getattr(op, "pooling", False)
+
+
 def target_rows(ops: Sequence[AttentionOp], r: Array, mixing: Mixing, *, tolerance: float = 0.0) -> Array:
-    """r^T A_L ... A_1: (B, n, M) -> (B, n, M), top layer first.
+    """r^T A_L ... A_1: (B, n, M) -> (B, n, M), top layer first; n changes where layers pool.
 
     `tolerance` is the mass that may be dropped per column, spread evenly over the layers: the lightest entries go
     first, and where rows sum to one the result falls short by exactly what was dropped.
@@ -129,7 +134,7 @@ def target_rows(ops: Sequence[AttentionOp], r: Array, mixing: Mixing, *, toleran
     for op in reversed(ops):
         if tolerance:
             r = drop_lightest(r, tolerance / len(ops))
-        r = Layer(op, mixing).rmatvec(r)
+        r = op.rmatvec(r) if is_pooling(op) else Layer(op, mixing).rmatvec(r)
     return r
 
 
@@ -145,7 +150,7 @@ def drop_lightest(r: Array, budget: float) -> Array:
 def source_columns(ops: Sequence[AttentionOp], x: Array, mixing: Mixing) -> Array:
     """A_L ... A_1 x: (B, n, M) -> (B, n, M), bottom layer first; with x the identity, the whole map."""
     for op in ops:
-        x = Layer(op, mixing).matvec(x)
+        x = op.matvec(x) if is_pooling(op) else Layer(op, mixing).matvec(x)
     return x
 
 

@@ -345,3 +345,17 @@ def test_gradients_go_through_windows_and_mergings() -> None:
     made = chain[2].matvec(chain[0].matvec(x))
     (gradient,) = torch.autograd.grad((made * y).sum(), x)
     torch.testing.assert_close(gradient, chain[0].rmatvec(chain[2].rmatvec(y)), atol=1e-6, rtol=1e-5)
+
+
+def test_joined_windows_answer_as_the_run_itself() -> None:
+    config = transformers.SwinConfig(
+        image_size=56, patch_size=4, embed_dim=16, depths=[2, 2], num_heads=[2, 4], window_size=7
+    )
+    torch.manual_seed(0)
+    trace = attrace.trace(transformers.SwinModel(config).eval(), pixel_values=torch.randn(2, 3, 56, 56))
+    whole = trace.joined()
+    assert whole.geometry == trace.geometry
+    assert whole.joined() is whole
+    assert trace.streams == {"pixel_values": 196}
+    for question in ({"target": 3}, {"source": 195}, {"segments": [(0, 10)]}, {}):
+        torch.testing.assert_close(whole.rollout(**question), trace.rollout(**question), atol=0, rtol=0)

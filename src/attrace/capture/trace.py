@@ -110,6 +110,8 @@ class Trace:
     """The model's configured type, for messages."""
     seen: Any = field(default=None, repr=False)
     """What the run showed of where its tokens come from (`attrace.capture.observed.Observed`)."""
+    known: Geometry | None = field(default=None, repr=False)
+    """The geometry of the run whose windows were joined here."""
 
     def begin(self, attention_mask: Any, call: Any = None) -> None:
         """Note that the model is called (the recorder does)."""
@@ -195,6 +197,8 @@ class Trace:
 
         Read off the run, checked against the token counts; what could not be told is in `.refused`, with the reason.
         """
+        if self.known is not None:
+            return self.known
         from attrace.capture.geometry import geometry_of
 
         return geometry_of(self)
@@ -205,9 +209,13 @@ class Trace:
         Where a model merges its tokens between stages, an operator of that merging stands between: each merged token
         reads its tokens evenly.  `rollout` goes this way by itself where it has to.
         """
+        if self.known is not None:
+            return self
         from attrace.capture.joined import joined
 
-        return replace(self, ops=joined(self), unread=list(self.unread), starts=list(self.starts))
+        return replace(
+            self, ops=joined(self), unread=list(self.unread), starts=list(self.starts), known=self.geometry
+        )
 
     def is_causal(self) -> bool:
         """Whether no position looks at a later one: seen on the first row of every layer."""
@@ -374,7 +382,10 @@ class Trace:
         from attrace.capture.streams import streams_of
 
         self.check()
-        return streams_of(self).lengths()
+        lengths = streams_of(self).lengths()
+        if self.seen is not None and self.seen.windows and len(lengths) == 1 and (levels := self.geometry.levels):
+            return {name: len(levels[min(levels)]) for name in lengths}  # a call has the tokens of one window
+        return lengths
 
     def _chosen(self, layers: Sequence[int] | None) -> list[RecordedOp]:
         self.check()
@@ -390,7 +401,7 @@ class Trace:
             return None
         from attrace.capture.joined import chain_over_grids
 
-        chain, wanted = chain_over_grids(self), {op.layer for op in ops}
+        chain, wanted = chain_over_grids(self), {op.layer for op in ops if not is_pooling(op)}
         return None if chain is None else [op for op in chain if is_pooling(op) or op.layer in wanted]
 
     def _names(self) -> set[str]:

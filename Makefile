@@ -7,8 +7,7 @@ BIN    := $(VENV)/bin
 LOCK   := requirements/lock.txt
 NODEPS := requirements/no-deps.txt
 UV     := uv==0.13.9
-# In a folder of its own: it does not load beside the CPU build of torch, see tests/support/torchvision_ops.py.
-TORCHVISION := torchvision==0.28.0
+BESIDE := requirements/beside.txt
 
 CACHE  := $(or $(ATTRACE_CACHE),$(HOME)/.cache/attrace)
 REAL   := $(CACHE)/real
@@ -54,10 +53,10 @@ $(VENV)/prepare.stamp: pyproject.toml $(LOCK) | $(BIN)/python
 	$(BIN)/python -m pip install --quiet -e '.[hf,prepare]'
 	@touch $(VENV)/hf.stamp $@
 
-$(VENV)/dev.stamp: pyproject.toml $(LOCK) $(NODEPS) | $(BIN)/python
+$(VENV)/dev.stamp: pyproject.toml $(LOCK) $(NODEPS) $(BESIDE) | $(BIN)/python
 	$(BIN)/python -m pip install --quiet -e '.[hf,dev]'
 	$(BIN)/python -m pip install --quiet --no-deps -r $(NODEPS)
-	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(VENV)/torchvision $(TORCHVISION)
+	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(VENV)/beside -r $(BESIDE)
 	@touch $(VENV)/hf.stamp $(VENV)/prepare.stamp $@
 
 demo: $(VENV)/hf.stamp

@@ -87,7 +87,9 @@ def test_a_missing_framework_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("trace", "record"):
         monkeypatch.delitem(vars(attrace), name, raising=False)
         with pytest.raises(MissingDependencyError, match=r"PyTorch for a model of type object.*'attrace\[torch\]'"):
-            getattr(attrace, name)(object())
+            asked = getattr(attrace, name)(object())
+            with asked:
+                pass
 
 
 def test_a_trace_is_framework_neutral() -> None:

@@ -86,7 +86,7 @@ def test_doctor_reports_what_is_installed(attrace_run: Run, monkeypatch: pytest.
     assert found["attrace"] == version("attrace")
     assert found["core"]["numpy"] == version("numpy")
     assert found["extras"]["hf"]["torch"] == version("torch")
-    assert set(found["extras"]) == {"flow", "hf", "torch"}
+    assert set(found["extras"]) == {"flow", "hf", "keras", "torch"}
     assert found["cache"] == str(tmp_path)
     code, out, _ = attrace_run("doctor")
     assert code == 0

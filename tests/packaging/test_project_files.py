@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torchvision_ops
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -72,11 +73,16 @@ def test_hand_pins_are_in_the_lock() -> None:
         "open_clip",
         "peft",
         "accelerate",
-        "torchao",
     ],
 )
 def test_ci_has_what_tests_skip_for_elsewhere(module: str) -> None:
     assert find_spec(module) is not None
+
+
+@pytest.mark.skipif(not os.environ.get("CI"), reason="outside of CI a test skips what is not installed, and says so")
+@pytest.mark.parametrize("name", ["torchao", "torchvision"])
+def test_ci_has_what_lies_in_a_folder_of_its_own(name: str) -> None:
+    assert (torchvision_ops.FOLDER / name).is_dir()
 
 
 def test_tracked_text_names_no_absolute_path_of_a_machine() -> None:

@@ -1,4 +1,4 @@
-"""torchvision, timm and open_clip beside the CPU build of torch.
+"""torchvision, timm and open_clip beside the CPU build of torch; torchao, which lies in the same folder.
 
 PyPI's torchvision is built for the CUDA build: its compiled operators do not load beside the CPU build that the
 lock file names, and then its import fails, and transformers' with it.  So `make test` installs it into a folder of
@@ -14,12 +14,12 @@ from pathlib import Path
 
 import torch
 
-FOLDER = Path(sys.prefix) / "torchvision"
+FOLDER = Path(sys.prefix) / "beside"
 _declared: list[torch.library.Library] = []
 
 
 def enable() -> None:
-    """Make `import torchvision` (and timm, open_clip) work in this process; where it works anyhow, do nothing."""
+    """Make `import torchvision` (and timm, open_clip, torchao) work in this process; where it works anyhow, do nothing."""
     if _declared or "torchvision" in sys.modules:
         return
     if FOLDER.is_dir() and str(FOLDER) not in sys.path:

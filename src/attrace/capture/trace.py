@@ -213,9 +213,7 @@ class Trace:
             return self
         from attrace.capture.joined import joined
 
-        return replace(
-            self, ops=joined(self), unread=list(self.unread), starts=list(self.starts), known=self.geometry
-        )
+        return replace(self, ops=joined(self), unread=list(self.unread), starts=list(self.starts), known=self.geometry)
 
     def is_causal(self) -> bool:
         """Whether no position looks at a later one: seen on the first row of every layer."""

@@ -19,7 +19,7 @@ _declared: list[torch.library.Library] = []
 
 
 def enable() -> None:
-    """Make `import torchvision` (and timm, open_clip, torchao) work in this process; where it works anyhow, do nothing."""
+    """Make `import torchvision` (timm, open_clip, torchao) work in this process; where it works anyhow, do nothing."""
     if _declared or "torchvision" in sys.modules:
         return
     if FOLDER.is_dir() and str(FOLDER) not in sys.path:

@@ -19,7 +19,8 @@ def patch_map(scores: Floats, grid: Grid) -> Floats:
     if values.ndim != 1 or len(values) < grid.stop:
         raise ShapeError(
             f"Expected scores (n,) over at least {grid.stop} tokens: {len(grid.prefix)} + {grid.frames} x "
-            f"{grid.height} x {grid.width} + {len(grid.suffix)} from token {grid.start}. Received: {values.shape}."
+            f"{grid.height} x {grid.width} + {len(grid.suffix)} from token {grid.start}. Received: {values.shape}. "
+            "Give a whole row of the rollout, for one item."
         )
     cells = values[list(grid.tokens)].reshape(grid.frames, grid.height, grid.width)
     return cells if grid.frames > 1 else cells[0]

@@ -107,6 +107,7 @@ class Observed:
         for name, value in given.items():  # a wrapper's *args
             if isinstance(value, tuple):
                 tensors.update((f"{name}[{i}]", one) for i, one in enumerate(value) if isinstance(one, Tensor))
+        tensors = {name: tensor for name, tensor in tensors.items() if not tensor.is_nested}  # that has no one shape
         ids = tensors.get("input_ids")
         return cls(
             shapes={name: tuple(value.shape) for name, value in tensors.items() if value.is_floating_point()},
@@ -231,7 +232,8 @@ def windows_around(name: str, model: nn.Module) -> tuple[tuple[int, int], tuple[
     """Window size, shift and library of the nearest module around that names both."""
     found, module = None, model
     for part in name.split("."):
-        module = module._modules.get(part) or module
+        inner = module._modules.get(part)  # not by its truth: an empty list, or a compiled module, has none
+        module = module if inner is None else inner
         # Not getattr of the module itself, which is slow where there is no such attribute.
         size, shift = (
             as_pair(module.__dict__.get(name, getattr(type(module), name, None)))

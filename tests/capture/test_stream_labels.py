@@ -15,9 +15,11 @@ from torch.utils._python_dispatch import _disable_current_modes, _get_current_di
 
 import attrace
 from attrace.capture import torch_streams
+from attrace.capture.stream_labels import Labels
+from attrace.capture.torch_forms import storage_of
 from attrace.capture.torch_ops import QueryKeyAttention
-from attrace.capture.torch_recorder import GuardedRecorder, Recorder, storage_of
-from attrace.capture.torch_streams import Labels, StreamRecorder, has_streams, recorder_class, stack_of
+from attrace.capture.torch_recorder import GuardedRecorder, Recorder
+from attrace.capture.torch_streams import StreamRecorder, has_streams, recorder_class, stack_of
 from attrace.errors import InputError
 
 

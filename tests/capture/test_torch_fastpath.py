@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from leftovers import leftovers, operators
+from together import together
 from torch import Tensor, nn
 
 import attrace
@@ -246,17 +246,11 @@ def test_fused_layers_in_two_threads_do_not_mix() -> None:
     inputs = [torch.randn(2, 6, 16) for _ in models]
     given = [{}, {"src_key_padding_mask": PADDING}, {"src_key_padding_mask": PADDING}]
     expected = [attrace.trace(m, x, **k).rollout() for m, x, k in zip(models, inputs, given, strict=True)]
-    start, results = threading.Barrier(len(models)), {}
 
-    def work(i: int) -> None:
-        start.wait()
-        results[i] = [attrace.trace(models[i], inputs[i], **given[i]).rollout() for _ in range(10)]
+    def work(i: int) -> list[Tensor]:
+        return [attrace.trace(models[i], inputs[i], **given[i]).rollout() for _ in range(10)]
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(len(models))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    results = together(len(models), work)
     for i, rollout in enumerate(expected):
         assert all(torch.equal(got, rollout) for got in results[i])
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import threading
-
 import numpy as np
 import pytest
 import tiny
 import torch
 from leftovers import leftovers
 from tiny import traced
+from together import together
 from torch import Tensor, nn
 
 import attrace
@@ -207,17 +206,7 @@ def test_two_models_in_one_block_do_not_mix() -> None:
 def test_threads_do_not_mix() -> None:
     models = [tiny.model("bert", "sdpa"), tiny.model("llama", "eager"), tiny.model("bert", "eager")]
     expected = [traced(m, tiny.inputs(seed=i)).rollout() for i, m in enumerate(models)]
-    start, results = threading.Barrier(len(models)), {}
-
-    def work(i: int) -> None:
-        start.wait()
-        results[i] = [traced(models[i], tiny.inputs(seed=i)).rollout() for _ in range(5)]
-
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(len(models))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    results = together(len(models), lambda i: [traced(models[i], tiny.inputs(seed=i)).rollout() for _ in range(5)])
     for i, rollout in enumerate(expected):
         assert all(torch.equal(got, rollout) for got in results[i])
 
@@ -225,16 +214,7 @@ def test_threads_do_not_mix() -> None:
 def test_one_model_in_two_threads() -> None:
     model = tiny.model("bert")
     expected = [traced(model, tiny.inputs(seed=i)).rollout() for i in range(2)]
-    results: dict[int, list[Tensor]] = {}
-
-    def work(i: int) -> None:
-        results[i] = [traced(model, tiny.inputs(seed=i)).rollout() for _ in range(10)]
-
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    results = together(2, lambda i: [traced(model, tiny.inputs(seed=i)).rollout() for _ in range(10)])
     for i in range(2):
         assert all(torch.equal(got, expected[i]) for got in results[i])
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import attrace
 
-_BASE = {
+BASE = {
     "vocab_size": 100,
     "hidden_size": 32,
     "num_hidden_layers": 2,
@@ -18,7 +18,7 @@ _BASE = {
     "intermediate_size": 64,
     "max_position_embeddings": 64,
 }
-_GROUPED = {**_BASE, "num_key_value_heads": 2}
+_GROUPED = {**BASE, "num_key_value_heads": 2}
 _LATENT = {
     "n_routed_experts": 4,
     "n_group": 2,
@@ -34,23 +34,23 @@ _LATENT = {
 }
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "bert": ("BertForSequenceClassification", _BASE),
-    "roberta": ("RobertaForMaskedLM", _BASE),
-    "albert": ("AlbertForMaskedLM", {**_BASE, "embedding_size": 16}),
-    "xlm-roberta": ("XLMRobertaForMaskedLM", _BASE),
+    "bert": ("BertForSequenceClassification", BASE),
+    "roberta": ("RobertaForMaskedLM", BASE),
+    "albert": ("AlbertForMaskedLM", {**BASE, "embedding_size": 16}),
+    "xlm-roberta": ("XLMRobertaForMaskedLM", BASE),
     "distilbert": (
         "DistilBertForSequenceClassification",
         {"vocab_size": 100, "dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 64},
     ),
-    "electra": ("ElectraForSequenceClassification", {**_BASE, "embedding_size": 16}),
-    "mpnet": ("MPNetForMaskedLM", _BASE),
+    "electra": ("ElectraForSequenceClassification", {**BASE, "embedding_size": 16}),
+    "mpnet": ("MPNetForMaskedLM", BASE),
     "deberta-v2": (
         "DebertaV2ForMaskedLM",
-        {**_BASE, "relative_attention": True, "pos_att_type": ["p2c", "c2p"], "type_vocab_size": 0},
+        {**BASE, "relative_attention": True, "pos_att_type": ["p2c", "c2p"], "type_vocab_size": 0},
     ),
     "modernbert": (
         "ModernBertForMaskedLM",
-        {**_BASE, "pad_token_id": 0, "local_attention": 4, "cls_token_id": 1, "sep_token_id": 2,
+        {**BASE, "pad_token_id": 0, "local_attention": 4, "cls_token_id": 1, "sep_token_id": 2,
          "bos_token_id": 1, "eos_token_id": 2},
     ),
     "gpt2": (
@@ -62,7 +62,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {"vocab_size": 100, "n_embd": 32, "n_layer": 2, "n_head": 4, "bos_token_id": 0, "eos_token_id": 0,
          "pad_token_id": 0},
     ),
-    "gpt_neox": ("GPTNeoXForCausalLM", _BASE),
+    "gpt_neox": ("GPTNeoXForCausalLM", BASE),
     "llama": ("LlamaForCausalLM", _GROUPED),
     "mistral": ("MistralForCausalLM", {**_GROUPED, "sliding_window": 3}),
     "qwen3": ("Qwen3ForCausalLM", {**_GROUPED, "head_dim": 8}),
@@ -81,7 +81,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "bloom": ("BloomForCausalLM", {"vocab_size": 100, "hidden_size": 32, "n_layer": 2, "n_head": 4}),
     "gpt_oss": ("GptOssForCausalLM", {**_GROUPED, "num_local_experts": 4, "head_dim": 8}),
     "mixtral": ("MixtralForCausalLM", {**_GROUPED, "num_local_experts": 4}),
-    "deepseek_v3": ("DeepseekV3ForCausalLM", {**_BASE, **_LATENT}),
+    "deepseek_v3": ("DeepseekV3ForCausalLM", {**BASE, **_LATENT}),
     "xglm": (
         "XGLMForCausalLM",
         {"vocab_size": 100, "d_model": 32, "num_layers": 2, "attention_heads": 4, "ffn_dim": 64},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import tiny
 import torch
 import transformers
 from torch import Tensor, nn
@@ -24,12 +25,7 @@ _ENCODER_DECODER = {
     "forced_eos_token_id": None,
 }
 _TEXT = {
-    "vocab_size": 100,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 64,
-    "max_position_embeddings": 64,
+    **tiny.BASE,
     "bos_token_id": 1,
     "eos_token_id": 2,
     "pad_token_id": 0,

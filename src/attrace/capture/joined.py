@@ -86,7 +86,7 @@ def over_grid(op: Any, grid: Grid, cut: Windows | None) -> Any:
         return op
     batch = op.shape[0] // len(places)
     shape = (batch, op.shape[1], grid.patches, grid.patches)
-    return GridAttention(name=op.name, layer=op.layer, shape=shape, kind="self", pieces=(Piece(op, places),))
+    return whole(op, shape, (Piece(op, places),))
 
 
 def packed(group: Sequence[Any]) -> GridAttention:
@@ -96,7 +96,14 @@ def packed(group: Sequence[Any]) -> GridAttention:
         pieces.append(Piece(op, np.arange(start, start + op.shape[2])[None]))
         start += op.shape[2]
     shape = (first.shape[0], first.shape[1], start, start)
-    return GridAttention(name=first.name, layer=first.layer, shape=shape, kind="self", pieces=tuple(pieces))
+    return whole(first, shape, pieces)
+
+
+def whole(op: Any, shape: tuple[int, int, int, int], pieces: Sequence[Piece]) -> GridAttention:
+    """The pieces of one layer as one call; `op` is the first of its calls."""
+    return GridAttention(
+        name=op.name, layer=op.layer, shape=shape, kind="self", queries=op.queries, keys=op.keys, pieces=tuple(pieces)
+    )
 
 
 def levels_of(grid: Grid, batch: int, tower: Sequence[Any], windows: Mapping[str, Windows]) -> dict[int, Grid] | str:

@@ -9,9 +9,9 @@ import keras
 import numpy as np
 
 from attrace.capture.keras_encoding import KerasEncoding, Reader
-from attrace.capture.targets import TOP, Question, class_index, contrast_of, listed, parse, position
+from attrace.capture.targets import Question, causal_target, contrast_of, listed, one_of_classes, one_of_tokens
 from attrace.errors import ModelError, TargetError
-from attrace.types import Floats, Prediction, Target
+from attrace.types import Floats
 
 Head = Literal["softmax", "probabilities", "sigmoid", "yes or no", "regression"]
 
@@ -77,58 +77,21 @@ def class_question(answer: Answer, labels: tuple[str, ...] | None, output: Float
     values = answer.log_probabilities(output)
     count = len(values)
     names = list(labels) if labels is not None and len(labels) == count else [str(i) for i in range(count)]
-    kind, text = parse(target)
-    if kind not in ("auto", "class"):
-        raise TargetError(f"Expected class:LABEL of a classifier: {listed(names)}. Received: {target!r}.")
-    rival = None
-    index = int(values.argmax())
-    if kind == "class":
-        index, rival = contrast_of(text, lambda name: class_index(name, names))
     shares = None if answer.head == "regression" else np.exp(values)
-    likely = [] if shares is None else np.argsort(-shares)[:TOP].tolist()
-    return Question(
-        Target(
-            "class",
-            names[index],
-            index=index,
-            probability=None if shares is None or rival is not None else float(shares[index]),
-            contrast=None if rival is None else names[rival],
-        ),
-        rival,
-        n,
-        tuple(Prediction(names[i], float(shares[i])) for i in likely) if shares is not None else (),
-    )
+    return one_of_classes(names, shares, int(values.argmax()), target, n)
 
 
 def next_question(answer: Answer, found: Reader, encoding: KerasEncoding, output: Floats, target: str) -> Question:
     """`output` (n, V): the next token, or the token at a position given those before it."""
-    kind, text = parse(target)
-    length = int((~encoding.hidden).sum())
-    if kind == "class":
-        raise TargetError(f"Expected auto, next:TEXT or token:POSITION of a language model. Received: {target!r}.")
-    if kind == "token":
-        length = position(text, length)
-        if length == 0:
-            raise TargetError("Expected a position with tokens before it, 1 or more. Received: 0, the first token.")
-    shares = np.exp(answer.log_probabilities(output[length - 1]))
-    index, rival = int(shares.argmax()), None
-    if kind == "token":
-        index = int(encoding.ids[length])
-    elif kind == "next":
+    kind, text, before = causal_target(target, int((~encoding.hidden).sum()))
+    shares = np.exp(answer.log_probabilities(output[before - 1]))
+    rival = None
+    if kind == "next":
         index, rival = contrast_of(text, lambda name: _token_index(found, name, shares))
-    likely = np.argsort(-shares)[:TOP].tolist()
-    return Question(
-        Target(
-            "next",
-            shown(found, index),
-            index=index,
-            position=length - 1,
-            probability=float(shares[index]) if rival is None else None,
-            contrast=None if rival is None else shown(found, rival),
-        ),
-        rival,
-        length,
-        tuple(Prediction(shown(found, i), float(shares[i])) for i in likely),
+    else:
+        index = int(encoding.ids[before]) if kind == "token" else int(shares.argmax())
+    return one_of_tokens(
+        "next", shares, lambda i: shown(found, i), index=index, at=before - 1, rival=rival, length=before
     )
 
 

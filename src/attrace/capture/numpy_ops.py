@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from attrace.capture.recorded import RecordedOp
 from attrace.errors import InputError, NonFiniteError, ShapeError
 from attrace.ops.attention.numpy_rows import Rows, blocks
 from attrace.ops.heads import check_heads, fuse_heads
@@ -17,48 +18,20 @@ from attrace.types import Array, Heads
 
 
 @dataclass(eq=False)
-class NumpyAttention:
+class NumpyAttention(RecordedOp):
     """One recorded call.  Subclasses give `_rows`; products run over blocks of rows, never over (B, H, Q, T).
 
     Vectors go in as arrays of any framework and come out as NumPy arrays.
     """
 
     vectors: ClassVar[Name] = "numpy"
-    """The framework of the vectors that it takes and gives."""
-    device: ClassVar[str] = "cpu"
-    block: ClassVar[None] = None
-    """Contributions are made from PyTorch models only."""
-    name: str
-    layer: int
-    """Place of the call in the order of the model's attention calls, from 0."""
-    shape: tuple[int, int, int, int]
-    kind: Literal["self", "cross"]
-    """Whether keys and values come from the stream of the queries or from another one."""
-    queries: str = "tokens"
-    """The token stream of the queries, by name."""
-    keys: str = "tokens"
-    """The token stream of keys and values."""
 
     @property
-    def heads(self) -> int:
-        return self.shape[1]
-
-    @property
-    def causal(self) -> bool:
-        """Whether the call itself says that no query sees a later key; a mask may say so too."""
-        return False
-
-    @property
-    def dtype(self) -> Any:
-        """Dtype of the weights: float32, or float64 where the model runs in it."""
-        raise NotImplementedError
+    def device(self) -> str:
+        return "cpu"
 
     def _rows(self, rows: Rows) -> NDArray[Any]:
         """(R,) -> (B, H, R, T)."""
-        raise NotImplementedError
-
-    def first_bad_row(self) -> int | None:
-        """The first query position with NaN or infinity in what was recorded, or None."""
         raise NotImplementedError
 
     def weights(self, rows: int | Sequence[int] | Array | None = None) -> NDArray[Any]:

@@ -12,7 +12,8 @@ from attrace.ops.rollout.streams import Attend, StreamGraph, in_order, joined_by
 from attrace.types import Array
 
 if TYPE_CHECKING:
-    from attrace.capture.trace import RecordedOp, Trace
+    from attrace.capture.recorded import RecordedOp
+    from attrace.capture.trace import Trace
 
 Ask = Literal["target", "source", "segments", "map"]
 Start = tuple[Array, Ask, bool]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from attrace.errors import InputError, TargetError
 from attrace.types import Prediction, Target
@@ -67,18 +69,20 @@ def shown(loaded: Loaded, index: int) -> str:
 def class_question(loaded: Loaded, logits: Tensor, target: str, n: int) -> Question:
     """Logits (C,)."""
     config = loaded.model.config
-    count = logits.shape[0]
-    labels = [str(config.id2label.get(i, i)) for i in range(count)]
+    labels = [str(config.id2label.get(i, i)) for i in range(len(logits))]
     probabilities = _class_probabilities(loaded, logits)
+    known = None if probabilities is None else probabilities.cpu().numpy()
+    return one_of_classes(labels, known, int(logits.argmax()), target, n)
+
+
+def one_of_classes(labels: list[str], probabilities: NDArray[Any] | None, best: int, target: str, n: int) -> Question:
+    """A class of a classifier, by default its answer; probabilities (C,), None for a regression."""
     kind, text = parse(target)
     if kind not in ("auto", "class"):
         raise TargetError(f"Expected class:LABEL of a classifier: {listed(labels)}. Received: {target!r}.")
-    rival = None
-    if kind == "auto":
-        index = int(logits.argmax())
-    else:
+    index, rival = best, None
+    if kind == "class":
         index, rival = contrast_of(text, lambda name: class_index(name, labels))
-    likely = [] if probabilities is None else probabilities.argsort(descending=True)[:TOP].tolist()
     return Question(
         Target(
             "class",
@@ -89,27 +93,37 @@ def class_question(loaded: Loaded, logits: Tensor, target: str, n: int) -> Quest
         ),
         rival,
         n,
-        tuple(Prediction(labels[i], float(probabilities[i])) for i in likely) if probabilities is not None else (),
+        () if probabilities is None else likeliest(probabilities, labels.__getitem__),
     )
+
+
+def likeliest(probabilities: NDArray[Any], show: Callable[[int], str]) -> tuple[Prediction, ...]:
+    """The TOP answers with the largest probability, the first of equals first."""
+    order = np.argsort(-probabilities, kind="stable")[:TOP]
+    return tuple(Prediction(show(int(i)), float(probabilities[i])) for i in order)
+
+
+def causal_target(target: str, n: int) -> tuple[str, str, int]:
+    """For a causal model and n tokens: kind, text, and how many tokens come before the one that is explained."""
+    kind, text = parse(target)
+    if kind == "class":
+        raise TargetError(f"Expected auto, next:TEXT or token:POSITION of a language model. Received: {target!r}.")
+    before = position(text, n) if kind == "token" else n
+    if before == 0:
+        raise TargetError("Expected a position with tokens before it, 1 or more. Received: 0, the first token.")
+    return kind, text, before
 
 
 def token_question(loaded: Loaded, logits: Tensor, encoding: Encoding, target: str) -> Question:
     """For a causal model, logits (n, V): the next token, or the token at a position given those before it."""
-    kind, text = parse(target)
-    n = len(encoding)
-    if kind == "class":
-        raise TargetError(f"Expected auto, next:TEXT or token:POSITION of a language model. Received: {target!r}.")
-    if kind == "token":
-        at = position(text, n)
-        if at == 0:
-            raise TargetError("Expected a position with tokens before it, 1 or more. Received: 0, the first token.")
-        probabilities = logits[at - 1].float().softmax(-1)
-        return _token_question(loaded, probabilities, index=int(encoding.ids[at]), at=at - 1, rival=None, length=at)
-    probabilities = logits[-1].float().softmax(-1)
-    index, rival = int(probabilities.argmax()), None
+    kind, text, before = causal_target(target, len(encoding))
+    probabilities = logits[before - 1].float().softmax(-1)
+    rival = None
     if kind == "next":
         index, rival = contrast_of(text, lambda name: _token_index(loaded, name, probabilities))
-    return _token_question(loaded, probabilities, index=index, at=n - 1, rival=rival, length=n)
+    else:
+        index = int(encoding.ids[before]) if kind == "token" else int(probabilities.argmax())
+    return _token_question(loaded, probabilities, index=index, at=before - 1, rival=rival, length=before)
 
 
 def first_token_question(loaded: Loaded, logits: Tensor, encoding: Encoding, target: str) -> Question:
@@ -160,22 +174,34 @@ def vector_question(encoding: Encoding, target: str) -> Question:
 def _token_question(
     loaded: Loaded, probabilities: Tensor, *, index: int, at: int | None, rival: int | None, length: int
 ) -> Question:
-    likely = probabilities.topk(min(TOP, len(probabilities)))
+    kind: Literal["next", "token"] = "next" if loaded.task in ("causal", "seq2seq") else "token"
+    values = probabilities.cpu().numpy()
+    return one_of_tokens(kind, values, lambda i: shown(loaded, i), index=index, at=at, rival=rival, length=length)
+
+
+def one_of_tokens(
+    kind: Literal["next", "token"],
+    probabilities: NDArray[Any],
+    show: Callable[[int], str],
+    *,
+    index: int,
+    at: int | None,
+    rival: int | None,
+    length: int,
+) -> Question:
+    """An entry of the vocabulary; probabilities (V,), `show` gives an entry as text."""
     return Question(
         Target(
-            "next" if loaded.task in ("causal", "seq2seq") else "token",
-            shown(loaded, index),
+            kind,
+            show(index),
             index=index,
             position=at,
             probability=float(probabilities[index]) if rival is None else None,
-            contrast=None if rival is None else shown(loaded, rival),
+            contrast=None if rival is None else show(rival),
         ),
         rival,
         length,
-        tuple(
-            Prediction(shown(loaded, int(i)), float(p))
-            for i, p in zip(likely.indices.tolist(), likely.values.tolist(), strict=True)
-        ),
+        likeliest(probabilities, show),
     )
 
 

@@ -9,17 +9,17 @@ from itertools import permutations
 import torch
 from torch import Tensor
 
+from attrace.capture.callers import Caller
 
-@dataclass(frozen=True)
-class Caller:
-    """The module that makes a call, and what its arguments say of it."""
 
-    name: str
-    heads: int | None = None
-    cross: bool | None = None
-    """Whether keys come from another stream than queries; None where the arguments do not tell."""
-    queries: int | None = None
-    """How many tokens ask, where the heads of a group share the query axis of the call instead."""
+def storage_of(tensor: Tensor) -> int:
+    address: int = tensor.untyped_storage()._cdata
+    return address
+
+
+def is_transposed(tensor: Tensor) -> bool:
+    """Whether the last two axes lie in memory the other way round."""
+    return tensor.ndim > 1 and tensor.stride(-1) > tensor.stride(-2)
 
 
 @dataclass

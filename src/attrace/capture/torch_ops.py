@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
 
 from attrace.capture.memory import check_fits
+from attrace.capture.recorded import RecordedOp
 from attrace.errors import CaptureError, InputError, NonFiniteError, ShapeError
 from attrace.ops.attention.rows import CHUNK, blocks, contract, mean_of_heads, weight_rows, working_dtype
 from attrace.ops.heads import CheckedHeads, check_heads, fuse_heads
@@ -33,39 +34,18 @@ def version_of(tensor: Tensor) -> int:
 
 
 @dataclass(eq=False)
-class TorchAttention:
+class TorchAttention(RecordedOp):
     """One recorded call.  Subclasses give `_rows`; products run over blocks of rows, never over (B, H, Q, T)."""
 
     vectors: ClassVar[Name] = "torch"
-    """The framework of the vectors that it takes and gives."""
-    name: str
-    layer: int
-    """Place of the call in the order of the model's attention calls, from 0."""
-    shape: tuple[int, int, int, int]
-    kind: Literal["self", "cross"]
-    """Whether keys and values come from the stream of the queries or from another one."""
     windows: int = field(default=1, kw_only=True)
     """W where each item of the batch is cut into W windows that attend within themselves: B of `shape` is then
     items * W, and rows and columns count the tokens of one window."""
     value: Tensor | None = field(default=None, repr=False)
     """(B, K, T, Dv), kept only where the recorder was asked for it."""
     block: Block | None = field(default=None, repr=False)
-    """The block around the call, kept with the values where the model's family is known."""
-    queries: str = "tokens"
-    """The token stream of the queries, by name."""
-    keys: str = "tokens"
-    """The token stream of keys and values."""
     step: int | None = None
     """The call's step in the trace's stream graph, where the model has one."""
-
-    @property
-    def heads(self) -> int:
-        return self.shape[1]
-
-    @property
-    def causal(self) -> bool:
-        """Whether the call itself says that no query sees a later key; a mask may say so too."""
-        return False
 
     @property
     def device(self) -> torch.device:
@@ -73,7 +53,6 @@ class TorchAttention:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of the weights: float32, or float64 where the model runs in it."""
         raise NotImplementedError
 
     def _rows(self, rows: Tensor) -> Tensor:
@@ -83,10 +62,6 @@ class TorchAttention:
     def _all_rows(self) -> Tensor:
         """(B, H, Q, T), for a map small enough to be made at once."""
         return self._rows(torch.arange(self.shape[2], device=self.device))
-
-    def first_bad_row(self) -> int | None:
-        """The first query position with NaN or infinity in what was recorded, or None."""
-        raise NotImplementedError
 
     def weights(self, rows: int | Sequence[int] | Tensor | None = None) -> Tensor:
         """The map, (B, H, Q, T), or only the given query rows of it, (B, H, len(rows), T).

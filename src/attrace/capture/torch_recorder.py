@@ -8,12 +8,10 @@ the block ends, also after an error in the model.
 
 from __future__ import annotations
 
-import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import lru_cache
-from types import FrameType
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -22,20 +20,22 @@ from torch.overrides import enable_reentrant_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from attrace.capture import observed, torch_external, torch_fastpath
+from attrace.capture.callers import ANOTHER, Caller, caller_among, kind_of
 from attrace.capture.registered import RegistryObserver
 from attrace.capture.registry import in_use, refuse_flex, watching
 from attrace.capture.steps import Call, KeyStore, below_compiler, call_of, joins_cache
 from attrace.capture.torch_blocks import BlockInputs
 from attrace.capture.torch_compiled import has_compiled_parts
 from attrace.capture.torch_forms import (
-    Caller,
     Pending,
     PendingSoftmax,
     Reading,
     Rearranged,
     Weighted,
+    is_transposed,
     read_map,
     softmax_of,
+    storage_of,
 )
 from attrace.capture.torch_layers import described, layers_without, modules_of, stacks_of
 from attrace.capture.torch_ops import QueryKeyAttention, SoftmaxAttention, TorchAttention, version_of
@@ -80,9 +80,6 @@ BATCHED = (
 )
 # Copies into another shape: a softmax that meets values after one of them is not followed, but not passed over either.
 REARRANGED = {aten.constant_pad_nd.default, aten.cat.default}
-HEAD_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "num_head", "nhead", "num_attn_heads")
-# Arguments of an attention module's forward that hold a second stream.
-SECOND_STREAMS = ("key_value_states", "encoder_hidden_states", "encoder_states", "memory")
 PRODUCTS = {aten.bmm.default, aten.baddbmm.default}
 PARTS = torch_external.Parts({
     **dict.fromkeys(observed.PARTS, "seen"),
@@ -96,20 +93,6 @@ PARTS = torch_external.Parts({
     aten.native_dropout.default: "dropout",
     aten.bernoulli_.float: "dropout",
 })  # fmt: skip
-
-
-def storage_of(tensor: Tensor) -> int:
-    address: int = tensor.untyped_storage()._cdata
-    return address
-
-
-def is_transposed(tensor: Tensor) -> bool:
-    """Whether the last two axes lie in memory the other way round."""
-    return tensor.ndim > 1 and tensor.stride(-1) > tensor.stride(-2)
-
-
-ANOTHER = Caller("")
-"""Who calls where it is no module of the model."""
 
 
 class Recorder(TorchDispatchMode):
@@ -126,7 +109,6 @@ class Recorder(TorchDispatchMode):
         self._values = blocks is not None
         self._thread = threading.get_ident()
         self._names = {id(module): name or trace.model for name, module in modules.items()}
-        self._modules = modules
         self._layers = torch_fastpath.FusedLayers(modules)
         self._running = False
         self._call = Call()
@@ -139,41 +121,11 @@ class Recorder(TorchDispatchMode):
         """Without torch's guard against compilation inside a dispatch, which costs a quarter of the recording."""
         return False
 
-    # Which module runs
-
     def _caller(self) -> Caller:
-        """The innermost module of the model on the call stack, by the first argument of its functions.
-
-        Looked up for attention calls alone: hooks on every module would cost more than the rest of the recorder,
-        switch off the fast paths that check for hooks, and run in other threads.  ANOTHER where no module of the
-        model is on the stack.
-        """
+        """Who calls; ANOTHER where no module of the model is on the stack."""
         if not self._running and torch._C._current_graph_task_id() != -1:
             return ANOTHER  # a backward pass runs checkpointed layers again
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None:
-            code = frame.f_code
-            if code.co_argcount:
-                local = frame.f_locals
-                module = local.get(code.co_varnames[0])
-                name = self._names.get(id(module))
-                if name is not None:
-                    queries = local.get("q_length") if code.co_name == "sdpa_attention_forward" else None
-                    if code.co_name != "forward" or not isinstance(module, nn.Module):
-                        frame = self._forward_of(module, frame)
-                        local = {} if frame is None else frame.f_locals
-                    return Caller(name, heads_of(module), is_cross(local), queries)
-            frame = frame.f_back
-        return Caller(self._trace.model) if self._running else ANOTHER
-
-    def _forward_of(self, module: Any, frame: FrameType) -> FrameType | None:
-        """The frame of the module's own forward, from a function that it called with itself."""
-        outer: FrameType | None = frame
-        while outer is not None:
-            if outer.f_code.co_name == "forward" and outer.f_locals.get("self") is module:
-                return outer
-            outer = outer.f_back
-        return None
+        return caller_among(self._names) or (Caller(self._trace.model) if self._running else ANOTHER)
 
     def enter_model(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
         # Another thread may run the same model while this hook is taken away, and then call it without kwargs.
@@ -496,29 +448,6 @@ class CompiledRecorder(GuardedRecorder):
 
 
 Recorder.guarded = GuardedRecorder
-
-
-def heads_of(module: Any) -> int | None:
-    """How many heads an attention module says it has."""
-    found = (getattr(module, name, None) for name in HEAD_COUNTS)
-    return next(
-        (heads for heads in found if isinstance(heads, int) and not isinstance(heads, bool) and heads > 0), None
-    )
-
-
-def is_cross(local: Mapping[str, Any]) -> bool | None:
-    """Whether a forward's arguments name a second stream for keys and values; None where they name none."""
-    known = [name for name in SECOND_STREAMS if name in local]
-    if any(isinstance(local[name], Tensor) for name in known):
-        return True
-    if isinstance(local.get("query"), Tensor) and isinstance(local.get("key"), Tensor):
-        return local["query"] is not local["key"] if "key_padding_mask" in local else None
-    return False if known else None
-
-
-def kind_of(caller: Caller, shape: tuple[int, int, int, int], windows: int) -> Literal["self", "cross"]:
-    cross = shape[2] != shape[3] and windows == 1 if caller.cross is None else caller.cross
-    return "cross" if cross else "self"
 
 
 @lru_cache(maxsize=4096)

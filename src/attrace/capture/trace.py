@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 from attrace.capture.memory import check_fits
+from attrace.capture.recorded import RecordedOp
 from attrace.errors import CaptureError, InputError, ShapeError
 from attrace.ops.heads import check_heads
-from attrace.ops.namespace import Name, dtype_name, framework, framework_of
+from attrace.ops.namespace import dtype_name, framework, framework_of
 from attrace.ops.rollout.checks import (
     check_discard,
     check_index,
@@ -19,7 +20,7 @@ from attrace.ops.rollout.checks import (
 )
 from attrace.ops.rollout.streamed import Mixing, Scaling, is_pooling, source_columns, target_rows
 from attrace.ops.rollout.streams import StreamGraph, joined_by
-from attrace.types import Array, AttentionOp, Heads
+from attrace.types import Array, Heads
 
 if TYPE_CHECKING:
     from attrace.capture.geometry import Geometry
@@ -34,34 +35,6 @@ DROPOUT = (
 UNCOMPILED = "Trace it under torch.compiler.set_stance('force_eager'), which runs the model's own code."
 
 
-class RecordedOp(AttentionOp, Protocol):
-    """One recorded attention call, whatever the seam that saw it."""
-
-    vectors: Name
-    """The framework of the vectors that it takes and gives."""
-    layer: int
-    """Place of the call in the order of the model's attention calls, from 0."""
-    block: Any
-    """The block around the call, where it was recorded (`attrace.capture.torch_blocks`)."""
-
-    @property
-    def causal(self) -> bool:
-        """Whether the call itself says that no query sees a later key; a mask may say so too."""
-        ...
-
-    @property
-    def device(self) -> Any: ...
-
-    @property
-    def dtype(self) -> Any:
-        """Dtype of the weights: float32, or float64 where the model runs in it."""
-        ...
-
-    def first_bad_row(self) -> int | None:
-        """The first query position with NaN or infinity in what was recorded, or None."""
-        ...
-
-
 @dataclass(eq=False)
 class Trace:
     """What the model returned, and its attention calls in order.  Knows no framework: the calls do."""
@@ -72,7 +45,7 @@ class Trace:
     """The model's configuration, where it has one."""
     output: Any = field(default=None, repr=False)
     ops: list[Any] = field(default_factory=list)
-    """Each a `RecordedOp`."""
+    """Each a `RecordedOp`, in the order of the calls."""
     unread: list[str] = field(default_factory=list)
     """Attention that was seen but cannot be read as (B, H, Q, T) maps."""
     compiled: bool = field(default=False, repr=False)

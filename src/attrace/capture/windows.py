@@ -157,6 +157,8 @@ class Merging(TorchAttention):
         return cls(
             name=f"{like.name} (merging before it)",
             layer=like.layer,
+            queries=like.queries,
+            keys=like.keys,
             shape=(like.shape[0], 1, merged[0] * merged[1], height * width),
             kind="self",
             parent=(rows * merged[1] + columns).reshape(-1),

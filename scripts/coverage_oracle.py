@@ -1,11 +1,13 @@
 """What the attention of a run was, found without attrace's capture.
 
 Three sources: the weights that the library itself returns under its eager attention; identity-value probing of every
-`scaled_dot_product_attention` (V replaced by unit vectors, the rows read off); and every softmax of a run.
+`scaled_dot_product_attention` and of every eager function that a model looks up in the registry (V replaced by unit
+vectors, the rows read off); and every other softmax of a run.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -13,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import AttentionInterface
 
 
 @dataclass
@@ -90,6 +93,40 @@ def watched(evidence: Evidence) -> Iterator[None]:
 
         return run
 
+    def looked_up(original: Any) -> Any:
+        """The registry's look-up, which gives the model's own eager function where no other is asked for."""
+
+        def find(self: Any, name: Any, default: Any) -> Any:
+            function = original(self, name, default)
+            return eager(function) if function is default else function
+
+        return find
+
+    def eager(function: Any) -> Any:
+        @functools.wraps(function)
+        def run(module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
+            if busy[0]:
+                return function(module, query, key, value, *args, **kwargs)
+            length = key.shape[-2]
+            unit = torch.eye(length, dtype=value.dtype, device=value.device).expand(*value.shape[:-1], length)
+            busy[0] += 1
+            try:
+                rows = function(module, query, key, unit, *args, **kwargs)[0].transpose(1, 2)
+            except Exception:  # it takes values of one width alone: its softmax is the evidence then
+                rows = None
+            finally:
+                busy[0] -= 1
+            if rows is None or rows.shape != (*query.shape[:3], length):
+                return function(module, query, key, value, *args, **kwargs)
+            evidence.probed.append(rows.detach())
+            busy[0] += 1
+            try:
+                return function(module, query, key, value, *args, **kwargs)
+            finally:
+                busy[0] -= 1
+
+        return run
+
     def multihead(original: Any) -> Any:
         def run(self: Any, *args: Any, **kwargs: Any) -> Any:
             busy[0] += 1
@@ -127,6 +164,7 @@ def watched(evidence: Evidence) -> Iterator[None]:
     for owner, name in ((torch, "mul"), (Tensor, "mul"), (Tensor, "__mul__"), (Tensor, "__rmul__")):
         patch(owner, name, weighed)
     patch(functional, "scaled_dot_product_attention", fused)
+    patch(AttentionInterface, "get_interface", looked_up)
     try:
         yield
     finally:

@@ -24,8 +24,8 @@ with {versions}.
 
 * **covered**: with the recorder on the model's output is bit-identical; every map that was read equals independent
   evidence to 1e-5; no attention that the evidence shows is missing. *own weights*: the library's own under its eager
-  attention. *probing*: each `scaled_dot_product_attention` called again with unit vectors for values. *softmax*: what a
-  softmax of the run gave, for models whose library returns no weights and that call no fused attention.
+  attention. *probing*: each `scaled_dot_product_attention` or eager function called again with unit vectors for values.
+  *softmax*: what a softmax of the run gave, for models whose library returns no weights and that call neither.
   That last one is the weakest: it does not come from a run of its own and cannot show that axes were told apart
   rightly. {weak} of the covered types rest on it for some of their maps, {only} of them for all.
 * **refused**: `attrace.trace` raises a `CaptureError`; the reasons are below. Nothing is shown for such a model, also
@@ -41,9 +41,13 @@ What was given is in the last column: a language model with images that could no
 alone, so its vision part was not seen there (most such parts have a row of their own). Inputs are short: sparse
 schemes that fall back to dense attention on short inputs (BigBird, Nystromformer) were measured in their dense form,
 and are refused in their sparse one. What mixes tokens beside attention is not in the maps: recurrent and convolutional
-layers of hybrids, the dynamic convolutions of ConvBERT.
+layers of hybrids (listed below, as `attrace.trace` names them), the dynamic convolutions of ConvBERT.
 """
 
+IN_PART = """## Covered, with layers that have no maps
+
+These are among the covered types: all of their attention is read, and some of their layers work without it.
+"""
 ORDER = ("covered", "refused", "wrong", "no attention", "no inputs", "not buildable")
 NOISE = re.compile(r"^Expected attention as maps of \(batch, heads, queries, keys\)\. Received from \w+: ")
 
@@ -76,6 +80,12 @@ def markdown(results: dict[str, Any]) -> str:
     ]
     head = ["| type | class | backend | maps | evidence | inputs |", "| --- | --- | --- | ---: | --- | --- |"]
     page.append("\n".join(["## Covered\n", *head, *table, ""]))
+    table = [
+        f"| `{t}` | {' '.join(r['gaps']).replace('|', ' ')} |"
+        for t, r in sorted(results.items())
+        if r["status"] == "covered" and r.get("gaps")
+    ]
+    page.append("\n".join([IN_PART, "| type | what `attrace.trace` warns of |", "| --- | --- |", *table, ""]))
     for status, title in (("no inputs", "No inputs"), ("not buildable", "Not buildable")):
         rows = [(t, r) for t, r in sorted(results.items()) if r["status"] == status]
         table = [f"| `{t}` | {reason(r)} |" for t, r in rows]

@@ -288,6 +288,7 @@ INPUTS: dict[str, Maker] = {
         visual_feats=(2, 4, "visual_feat_dim"),
         visual_pos=(2, 4, "visual_pos_dim"),
     ),
+    "florence_vision": random(hidden_states=(2, 3, 64, 64)),
     "gemma3n_audio": random(audio_mel=(2, 64, "input_feat_size"), audio_mel_mask="false 1 2 64"),
     "idefics2_perceiver": random(context=(2, 6, "hidden_size"), attention_mask="ones 1 2 6"),
     "phi4_multimodal_audio": random(hidden_states=(2, 64, "input_size"), mask="true 1 2 64"),

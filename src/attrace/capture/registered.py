@@ -293,6 +293,8 @@ class RegistryObserver:
         if seen or not caller.name:
             return
         del ops[mark[0] :], unread[mark[1] :]
+        if recorder._is_beside(caller, shape, call.value.shape[-1]):
+            return
         kind, values, at = recorder._kind_of(caller, shape), recorder._values, recorder._call
         try:
             op = read(call, name=caller.name, layer=len(ops), kind=kind, values=values, in_place=at.in_place)

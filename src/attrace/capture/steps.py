@@ -28,6 +28,8 @@ class Call:
     """How many tokens the cache held before the call."""
     ids: Tensor | None = None
     """(B, q) token ids, where the model was given ids."""
+    tokens: int | None = None
+    """How many tokens the model was given, where it was given ids or embeddings."""
     cache: weakref.ref[Any] | None = None
     running: bool = False
     """Whether the model runs, from the call's begin to its end."""
@@ -56,7 +58,9 @@ def call_of(given: Mapping[str, Any], before: Call) -> Call:
     ids = given.get("decoder_input_ids", given.get("input_ids"))
     if not isinstance(ids, Tensor) or ids.ndim != 2:
         ids = None
-    call = Call(ids=None if ids is None else ids.detach().clone(), decoding=_decoding())
+    embeds = given.get("decoder_inputs_embeds", given.get("inputs_embeds"))
+    tokens = next((t.shape[1] for t in (ids, embeds) if isinstance(t, Tensor) and t.ndim > 1), None)
+    call = Call(ids=None if ids is None else ids.detach().clone(), tokens=tokens, decoding=_decoding())
     if cache is not None:
         call.past, call.cached, call.cache = _length(cache), True, weakref.ref(cache)
         call.in_place = is_in_place(cache)

@@ -5,11 +5,15 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from itertools import permutations
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from attrace.capture.callers import Caller
+
+if TYPE_CHECKING:
+    from attrace.capture.torch_ops import SoftmaxAttention
 
 
 def storage_of(tensor: Tensor) -> int:
@@ -62,7 +66,25 @@ class Rearranged:
     copy: Tensor
 
 
-Pending = PendingSoftmax | Weighted | Rearranged
+@dataclass
+class Given:
+    """What a recorded map gave, where the module has sinks that it may still apply: a factor for each row."""
+
+    softmax: PendingSoftmax
+    op: SoftmaxAttention
+    output: Tensor
+
+    def take(self, args: tuple[Any, ...]) -> bool:
+        """Give the recorded call its factor, (B, H, Q), where this product has one."""
+        batch, heads, queries, _ = self.op.shape
+        for factor in args[:2]:
+            if isinstance(factor, Tensor) and tuple(factor.shape) == (batch, heads, queries, 1):
+                self.op.factor = factor.detach()[..., 0].clone()
+                return True
+        return False
+
+
+Pending = PendingSoftmax | Weighted | Rearranged | Given
 
 
 def softmax_of(pending: Pending) -> PendingSoftmax:

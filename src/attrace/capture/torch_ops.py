@@ -250,6 +250,8 @@ class SoftmaxAttention(TorchAttention):
     """The model's own tensor, which the map is a view or a copy of."""
     version: int = field(kw_only=True, repr=False)
     """How often it had been written to when the model computed it."""
+    factor: Tensor | None = field(default=None, kw_only=True, repr=False)
+    """(B, H, Q): what the model multiplied each row's result with, where its sinks come after the values."""
 
     @property
     def device(self) -> torch.device:
@@ -268,7 +270,8 @@ class SoftmaxAttention(TorchAttention):
                 f"Expected the softmax of {self.name} as the model computed it. Received: one that was written to "
                 "since (dropout in place, for one). Put the model in evaluation mode, or use another backend."
             )
-        return self.map.index_select(2, rows).to(self.dtype)
+        weights = self.map.index_select(2, rows).to(self.dtype)
+        return weights if self.factor is None else weights * self.factor.index_select(2, rows)[..., None]
 
 
 def _coefficients(heads: CheckedHeads, count: int) -> list[float] | None:

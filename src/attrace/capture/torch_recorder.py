@@ -20,13 +20,14 @@ from torch.overrides import enable_reentrant_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from attrace.capture import observed, torch_external, torch_fastpath
-from attrace.capture.callers import ANOTHER, Caller, caller_among, kind_of
+from attrace.capture.callers import ANOTHER, Caller, beside_tokens, caller_among, kind_of
 from attrace.capture.registered import RegistryObserver
 from attrace.capture.registry import in_use, refuse_flex, watching
 from attrace.capture.steps import Call, KeyStore, below_compiler, call_of, joins_cache
 from attrace.capture.torch_blocks import BlockInputs
 from attrace.capture.torch_compiled import has_compiled_parts
 from attrace.capture.torch_forms import (
+    Given,
     Pending,
     PendingSoftmax,
     Reading,
@@ -163,7 +164,8 @@ class Recorder(TorchDispatchMode):
         if not self._pending:
             return
         read = {op.name for op in self._trace.ops}
-        for found in {id(f): f for f in map(softmax_of, self._pending.values())}.values():
+        waiting = [softmax_of(found) for found in self._pending.values() if not isinstance(found, Given)]
+        for found in {id(f): f for f in waiting}.values():
             name, heads, shape = found.caller.name, found.caller.heads, tuple(found.map.shape)
             # One over the heads that its module names is attention; others count where nothing else was seen.
             if len(shape) > 3 and (not read or (heads in shape[1:3] and name not in read)):
@@ -211,7 +213,7 @@ class Recorder(TorchDispatchMode):
         elif part == "nesting":
             self._layers.nest(args)
         elif self._pending and part == "product":
-            self._product(args)
+            self._product(args, out)
         elif self._pending and part == "sum":
             self._sum(args, out)
         elif self._pending and part != "seen":
@@ -252,6 +254,8 @@ class Recorder(TorchDispatchMode):
             if bias is not None and bias.shape[1] > 1:
                 bias = bias.reshape(bias.shape[0], -1, 1, bias.shape[3])
         shape = (query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+        if self._is_beside(caller, shape, value.shape[-1]):
+            return
         windows = self._windows(shape[0])
         self._record(
             QueryKeyAttention(
@@ -309,6 +313,8 @@ class Recorder(TorchDispatchMode):
         for arg in args[0] if func is aten.cat.default else args:
             if not isinstance(arg, Tensor) or not (found := self._pending.get(storage_of(arg))):
                 continue
+            if isinstance(found, Given) and func is aten.mul.Tensor and found.take(args):
+                del self._pending[storage_of(arg)]
             if not isinstance(found, PendingSoftmax):
                 return
             if func in REARRANGED:
@@ -350,7 +356,7 @@ class Recorder(TorchDispatchMode):
         value = weighted.value.expand(weighted.product.shape)[..., 0, :, :].reshape(-1, *weighted.product.shape[-2:])
         self._read(found, read, weights, value)
 
-    def _product(self, args: tuple[Any, ...]) -> None:
+    def _product(self, args: tuple[Any, ...], out: Tensor) -> None:
         """A batched product that takes a pending softmax from the left, A V, or turned from the right, V' A'."""
         left, right = args[-2:]
         for used, other, turned in ((left, right, False), (right, left, True)):
@@ -382,7 +388,10 @@ class Recorder(TorchDispatchMode):
                     kept = self._kept(used)
                 as_map = kept.mT if turned else kept
                 read = read_map(found.map, as_map, heads=found.caller.heads, batch=self._batch)
+            count = len(self._trace.ops)
             self._read(found, read, kept, other.mT if turned else other)
+            if found.caller.sinks and len(self._trace.ops) > count:
+                self._pending[storage_of(out)] = Given(found, self._trace.ops[-1], out)
             return
 
     def _read(self, found: PendingSoftmax, read: Reading | str, used: Tensor, value: Tensor) -> None:
@@ -390,6 +399,8 @@ class Recorder(TorchDispatchMode):
             self._trace.unread.append(f"{found.caller.name} ({read})")
             return
         batch, heads, length, keys = read.weights.shape
+        if self._is_beside(found.caller, (batch, heads, length, keys), value.shape[-1]):
+            return
         windows = self._windows(batch)
         source = found.map if read.source is found.map else used
         self._record(
@@ -405,6 +416,13 @@ class Recorder(TorchDispatchMode):
                 version=version_of(source),
             )
         )
+
+    def _is_beside(self, caller: Caller, shape: tuple[int, int, int, int], width: int) -> bool:
+        """Whether a call attends among something else than tokens, of which the trace is then told."""
+        what = beside_tokens(caller, shape, width, self._call.tokens)
+        if what:
+            self._trace.beside.setdefault(caller.name, (what, shape))
+        return bool(what)
 
     def _windows(self, maps: int) -> int:
         """Into how many windows each item of the batch is cut, where its windows lie in the batch axis."""

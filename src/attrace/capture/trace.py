@@ -52,6 +52,9 @@ class Trace:
     """Attention was seen while a function was compiled, as symbols without values."""
     loose: dict[str, str] = field(default_factory=dict)
     """Modules whose softmaxes have the form of maps and reach their values otherwise than by one product: not read."""
+    beside: dict[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
+    """Modules whose attention is among "channels", or for each token among "layers", and the shape of what they
+    computed: it has no maps of tokens."""
     stack: int = 0
     """How many layers the stacks have of which some made no attention call, and ..."""
     without: list[str] = field(default_factory=list)
@@ -119,6 +122,11 @@ class Trace:
                 "sparse by construction, or whose heads are mixed, cannot be shown token to token; use a variant of "
                 "the model with full attention."
             )
+        if self.beside:
+            raise CaptureError(
+                f"Expected attention among tokens in {self.model}. Received: {self._beside()}. Such attention has no "
+                "map from token to token; give a model whose tokens attend to each other."
+            )
         if self.precompiled:
             raise CaptureError(
                 f"Expected fused attention in the compiled parts of {self.model}. Received: none; compiled code does "
@@ -146,11 +154,23 @@ class Trace:
                 f"Attention was seen in {len(self.ops)} of {self.depth} layers: compiled code does not show a softmax "
                 f"that it fused with its surroundings. {UNCOMPILED}"
             )
+        if self.beside:
+            seen = len(self.ops)
+            notes.append(
+                f"Attention among tokens is {seen} of {seen + len(self.beside)} layers of attention; a picture knows "
+                f"nothing of the others: {self._beside()}."
+            )
         if self.loose:
             notes.append(
                 f"Some attention cannot be read as maps of tokens and is missing: {_listed(self.loose.values())}."
             )
         return notes
+
+    def _beside(self) -> str:
+        kinds: dict[str, list[str]] = {}
+        for name, (what, _) in self.beside.items():
+            kinds.setdefault(what, []).append(name)
+        return "; ".join(f"attention among {what} ({_listed(names)})" for what, names in kinds.items())
 
     @property
     def notes(self) -> list[str]:

@@ -26,9 +26,13 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-import tiny_models
-from coverage_measure import measure
-from coverage_table import markdown
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "support"))
+import torchvision_ops
+
+torchvision_ops.enable()  # before transformers looks whether timm imports
+import tiny_models  # noqa: E402
+from coverage_measure import measure  # noqa: E402
+from coverage_table import markdown  # noqa: E402
 
 SECONDS = 90
 MEMORY = 10 << 30

@@ -27,6 +27,8 @@ class Caller:
     """How many tokens ask, where the heads of a group share the query axis of the call instead."""
     given: tuple[int, ...] = ()
     """Shape of the first tensor among the arguments of the module's forward."""
+    convolves: bool = False
+    """Whether the module has convolutions along one axis, and may be given its channels first."""
     sinks: bool = False
     """Whether the module has learned sinks, which it may apply to what its map gave."""
 
@@ -54,8 +56,17 @@ def caller_among(names: Mapping[int, str]) -> Caller | None:
                     frame = forward_of(module, frame)
                     local = {} if frame is None else frame.f_locals
                 given = () if frame is None else shape_given(frame.f_code, local)
-                sinks = isinstance(getattr(module, "sinks", None), Tensor)
-                return Caller(name, heads_of(module), is_cross(local), queries, given, sinks)
+                return Caller(
+                    name,
+                    heads_of(module),
+                    is_cross(local),
+                    queries,
+                    given,
+                    convolves=module is not None
+                    and len(given) == 3
+                    and any(isinstance(part, nn.Conv1d) for part in module.children()),
+                    sinks=isinstance(getattr(module, "sinks", None), Tensor),
+                )
         frame = frame.f_back
     return None
 
@@ -74,7 +85,7 @@ def shape_given(code: CodeType, local: Mapping[str, Any]) -> tuple[int, ...]:
     """The shape of the first tensor among a forward's arguments."""
     for name in code.co_varnames[1 : code.co_argcount + code.co_kwonlyargcount]:
         if isinstance(value := local.get(name), Tensor):
-            return tuple(value.shape)
+            return () if value.is_nested else tuple(value.shape)
     return ()
 
 
@@ -94,35 +105,6 @@ def is_cross(local: Mapping[str, Any]) -> bool | None:
     if isinstance(local.get("query"), Tensor) and isinstance(local.get("key"), Tensor):
         return local["query"] is not local["key"] if "key_padding_mask" in local else None
     return False if known else None
-
-
-def beside_tokens(caller: Caller, shape: tuple[int, int, int, int], width: int, tokens: int | None) -> str:
-    """What a call attends among where that is not tokens: "channels", "layers", or nothing.
-
-    `shape` is (B, H, Q, T) of its map, `width` that of a value, `tokens` how many the model was given.  Attention
-    among channels (cross-covariance: El-Nouby et al. 2021, arXiv 2106.09681) has the tokens along its values, and
-    heads times keys are the channels of the module's input.  Attention among layers (each token reads what earlier
-    layers made of it) has the tokens in the place of heads.
-
-    >>> beside_tokens(Caller("attn", heads=4, given=(1, 196, 128)), (1, 4, 32, 32), 196, None)
-    'channels'
-    >>> beside_tokens(Caller("attn", heads=4, given=(1, 196, 128)), (1, 4, 196, 196), 32, None)
-    ''
-    """
-    _, heads, queries, keys = shape
-    given = caller.given
-    if len(given) == 3:
-        layouts = [given[1:]]
-    elif len(given) == 4:
-        layouts = [(given[1] * given[2], given[3]), (given[2] * given[3], given[1])]
-    else:
-        return ""
-    if queries == keys != width and all(keys != count for count, _ in layouts):
-        if any(width == count and heads * keys == channels for count, channels in layouts):
-            return "channels"
-    elif heads == given[1] == tokens and caller.heads != heads and len(given) == 4 and width == given[3]:
-        return "layers"
-    return ""
 
 
 def kind_of(caller: Caller, shape: tuple[int, int, int, int], windows: int) -> Literal["self", "cross"]:

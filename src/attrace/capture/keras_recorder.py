@@ -19,6 +19,7 @@ import numpy as np
 from keras.src.backend import in_symbolic_scope
 from numpy.typing import NDArray
 
+from attrace.capture.beside import beside_tokens
 from attrace.capture.keras_forms import Form, einsum_form, matmul_form
 from attrace.capture.keras_ops import KerasFused, KerasMap, held, to_numpy
 from attrace.capture.keras_seam import Call, listening
@@ -156,7 +157,7 @@ class Recorder:
                 shapes = tuple(used.shape), tuple(other.shape)
                 form = matmul_form(*shapes) if equation is None else einsum_form(equation, which, *shapes)
                 if form is not None:
-                    self._map(weights, form)
+                    self._map(weights, form, shapes[1])
                 return
 
     def fused(self, call: Call, output: Any) -> None:
@@ -176,6 +177,8 @@ class Recorder:
         causal, scale = given.get("is_causal", False), given.get("scale")
         bias, mask = given.get("bias"), given.get("mask")
         shape = (batch, heads, queries, given["key"].shape[1])
+        if self._is_beside(shape, given["value"].shape[-1]):
+            return
         self._record(
             KerasFused(
                 **self._where(shape),
@@ -199,9 +202,12 @@ class Recorder:
             self._trace.unread.append(f"{self._name()} (fused attention of {len(query.shape)} axes)")
             return
         boolean = mask is not None and dtype_name(mask) == "bool"
+        shape = (query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+        if self._is_beside(shape, given["value"].shape[-1]):
+            return
         self._record(
             KerasFused(
-                **self._where((query.shape[0], query.shape[1], query.shape[2], key.shape[2])),
+                **self._where(shape),
                 query=held(query),
                 key=held(key),
                 bias=None if mask is None or boolean else held(mask),
@@ -213,13 +219,24 @@ class Recorder:
             )
         )
 
-    def _map(self, weights: Array, form: Form | str) -> None:
+    def _map(self, weights: Array, form: Form | str, value: tuple[int, ...]) -> None:
         shape = tuple(weights.shape)
         found = form if isinstance(form, str) else form.shape(shape, self._batch, self._heads())
         if isinstance(form, str) or isinstance(found, str):
             self._trace.unread.append(f"{self._name()} ({found})")
             return
-        self._record(KerasMap(**self._where(found), map=weights, axes=form.axes))
+        width = prod(value) // (found[0] * (1 if form.grouped else found[1]) * found[3])
+        if not self._is_beside(found, width):
+            self._record(KerasMap(**self._where(found), map=weights, axes=form.axes))
+
+    def _is_beside(self, shape: tuple[int, int, int, int], width: int) -> bool:
+        """Whether a call attends among something else than tokens, of which the trace is then told."""
+        frame, _ = self._owner()
+        given = next((x.shape for x in named_arguments(frame.layer, frame.call).values() if hasattr(x, "shape")), ())
+        what = beside_tokens(given, shape, width, heads=self._heads(), tokens=None)
+        if what:
+            self._trace.beside.setdefault(self._name(), (what, shape))
+        return bool(what)
 
     def _heads(self) -> int | None:
         layer = self._owner()[0].layer

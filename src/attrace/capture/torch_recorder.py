@@ -20,7 +20,8 @@ from torch.overrides import enable_reentrant_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from attrace.capture import observed, torch_external, torch_fastpath
-from attrace.capture.callers import ANOTHER, Caller, beside_tokens, caller_among, kind_of
+from attrace.capture.beside import beside_tokens
+from attrace.capture.callers import ANOTHER, Caller, caller_among, kind_of
 from attrace.capture.registered import RegistryObserver
 from attrace.capture.registry import in_use, refuse_flex, watching
 from attrace.capture.steps import Call, KeyStore, below_compiler, call_of, joins_cache
@@ -175,7 +176,9 @@ class Recorder(TorchDispatchMode):
         """Tell the trace, once the model has run, which of its layers made no attention call."""
         stacks = stacks_of(self._modules)
         if self._trace.ops:
-            self._trace.stack, self._trace.without = layers_without(stacks, (op.name for op in self._trace.ops))
+            self._trace.stack, self._trace.without = layers_without(
+                stacks, [*(op.name for op in self._trace.ops), *self._trace.beside]
+            )
         else:
             self._trace.parts = described(self._modules[""], stacks)
 
@@ -352,7 +355,9 @@ class Recorder(TorchDispatchMode):
             return
         with enable_reentrant_dispatch():
             weights = self._kept(weighted.weights)
-        read = read_map(found.map, weights.reshape(-1, *shape[-2:]), heads=found.caller.heads, batch=self._batch)
+        read = read_map(
+            found.map, weights.reshape(-1, *shape[-2:]), heads=found.caller.heads, batch=self._batch_of(found)
+        )
         value = weighted.value.expand(weighted.product.shape)[..., 0, :, :].reshape(-1, *weighted.product.shape[-2:])
         self._read(found, read, weights, value)
 
@@ -387,12 +392,19 @@ class Recorder(TorchDispatchMode):
                 with enable_reentrant_dispatch():  # so that detached tensors share their version counters
                     kept = self._kept(used)
                 as_map = kept.mT if turned else kept
-                read = read_map(found.map, as_map, heads=found.caller.heads, batch=self._batch)
+                read = read_map(found.map, as_map, heads=found.caller.heads, batch=self._batch_of(found))
             count = len(self._trace.ops)
             self._read(found, read, kept, other.mT if turned else other)
             if found.caller.sinks and len(self._trace.ops) > count:
                 self._pending[storage_of(out)] = Given(found, self._trace.ops[-1], out)
             return
+
+    def _batch_of(self, found: PendingSoftmax) -> int | None:
+        """How many items a softmax is of: what the model was given, else what its module was, where the axes agree."""
+        given, shape = found.caller.given, found.map.shape
+        if self._batch is None and len(given) == len(shape) == 3 and shape[0] == given[0] and shape[1] in given[1:]:
+            return given[0]
+        return self._batch
 
     def _read(self, found: PendingSoftmax, read: Reading | str, used: Tensor, value: Tensor) -> None:
         if isinstance(read, str):
@@ -419,7 +431,14 @@ class Recorder(TorchDispatchMode):
 
     def _is_beside(self, caller: Caller, shape: tuple[int, int, int, int], width: int) -> bool:
         """Whether a call attends among something else than tokens, of which the trace is then told."""
-        what = beside_tokens(caller, shape, width, self._call.tokens)
+        what = beside_tokens(
+            caller.given,
+            shape,
+            width,
+            heads=caller.heads,
+            tokens=self._call.tokens,
+            convolves=caller.convolves,
+        )
         if what:
             self._trace.beside.setdefault(caller.name, (what, shape))
         return bool(what)

@@ -13,7 +13,7 @@ from keras_cases import as_numpy, backbone, inputs, numbers
 
 import attrace
 from attrace.capture.keras_seam import FRAMEWORKS, KERAS, _wrapping
-from attrace.errors import CaptureError, InputError, NonFiniteError, ShapeError
+from attrace.errors import AttraceWarning, CaptureError, InputError, NonFiniteError, ShapeError
 
 X = np.random.default_rng(0).normal(0, 2, (2, 5, 8)).astype(np.float32)
 
@@ -165,6 +165,33 @@ def test_maps_that_cannot_be_read_are_an_error() -> None:
     ):
         with pytest.raises(CaptureError, match=match):
             attrace.trace(keras.Sequential([layer]), X)
+
+
+def test_attention_among_channels_is_refused_and_told_among_others() -> None:
+    class Channels(layers.Layer):
+        num_heads = 2
+
+        def call(self, x: Any) -> Any:
+            heads = ops.transpose(ops.reshape(x, (2, 5, 2, 4)), (0, 2, 3, 1))  # (B, H, D, N)
+            scores = ops.matmul(heads, ops.transpose(heads, (0, 1, 3, 2)))
+            mixed = ops.matmul(ops.softmax(scores), heads)
+            return ops.reshape(ops.transpose(mixed, (0, 3, 1, 2)), (2, 5, 8))
+
+    class Fused(layers.Layer):
+        num_heads = 2
+
+        def call(self, x: Any) -> Any:
+            heads = ops.transpose(ops.reshape(x, (2, 5, 2, 4)), (0, 3, 2, 1))  # (B, D, H, N)
+            mixed = ops.dot_product_attention(heads, heads, heads)
+            return ops.reshape(ops.transpose(mixed, (0, 3, 2, 1)), (2, 5, 8))
+
+    for layer in (Channels(name="along"), Fused(name="along")):
+        with pytest.raises(CaptureError, match=r"attention among channels \(along\)"):
+            attrace.trace(keras.Sequential([layer]), X)
+        given = keras.Input(batch_shape=(2, 5, 8))
+        both = keras.Model(given, layer(layers.MultiHeadAttention(2, 4)(given, given)))
+        with pytest.warns(AttraceWarning, match=r"among tokens is 1 of 2 layers"):
+            assert [op.shape for op in attrace.trace(both, X).ops] == [(2, 2, 5, 5)]
 
 
 def test_a_softmax_that_multiplies_no_values_is_no_attention() -> None:

@@ -102,7 +102,7 @@ def test_products_of_an_assembled_operator() -> None:
 @pytest.mark.parametrize("decoding", DECODING)
 @pytest.mark.parametrize("backend", ["sdpa", "eager"])
 @pytest.mark.parametrize("name", ["t5", "bart", "whisper"])
-def test_encoder_and_decoder(name: str, backend: str, decoding: str, cache: str) -> None:
+def test_encoder_and_decoder(name: str, backend: str, decoding: str, cache: str) -> None:  # rep-capture-shape-2
     model, given = encoder_decoder(name, backend)
     settings = {**DECODING[decoding], **CACHES[cache]}
     if name != "whisper":

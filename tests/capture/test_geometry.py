@@ -188,7 +188,7 @@ def test_golden_box(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["grid-swin-1", "grid-swin-2"])
-def test_golden_windows(name: str) -> None:
+def test_golden_windows(name: str) -> None:  # rep-rollout-window-1
     given, expected = CASES[name]["inputs"], CASES[name]["expected"]
     window, shift = given["window"], given["shift"]
     assert window_places(*given["grid"], (window,) * 2, (shift,) * 2).tolist() == expected["window_tokens"]
@@ -232,7 +232,7 @@ def test_golden_span(name: str) -> None:
     ([5, 6, *[7] * 9, 8, 9], (3, 3), (2, 11)),
     ([5, *[7] * 24, 8, 9], (4, 6), (1, 25)),
 ])  # fmt: skip
-def test_reported_spans(ids: list[int], grid: tuple[int, int], span: tuple[int, int]) -> None:
+def test_reported_spans(ids: list[int], grid: tuple[int, int], span: tuple[int, int]) -> None:  # rep-vision-span-1, -2
     trace = tiny.traced(
         sized_llava(*grid),
         {"input_ids": torch.tensor([ids]), "pixel_values": torch.randn(1, 3, 2 * grid[0], 2 * grid[1])},
@@ -241,7 +241,7 @@ def test_reported_spans(ids: list[int], grid: tuple[int, int], span: tuple[int, 
     assert (image.span, (image.grid.height, image.grid.width)) == (span, grid)
 
 
-def test_reported_map_of_a_model_without_a_class_token() -> None:
+def test_reported_map_of_a_model_without_a_class_token() -> None:  # rep-rollout-readout-1
     case = seeing.IMAGES["siglip"]
     grid, _ = grid_of(case, case.model())
     with pytest.raises(InputError, match=r"none besides the patches\. Received: 'class'"):

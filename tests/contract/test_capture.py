@@ -65,6 +65,7 @@ def test_weights_are_the_librarys_own(family: str, backend: str, side: str, pad:
     ],
 )
 def test_a_padded_batch_equals_its_rows_one_by_one(family: str, backend: str, side: str) -> None:
+    # rep-rollout-batch-1
     model, batch = tiny.model(family, backend), tiny.inputs(pad=2, side=side)
     if side == "left" and family in tiny.POSITIONED:  # learned positions would count the padding
         batch["position_ids"] = (batch["attention_mask"].cumsum(1) - 1).clamp(min=0)
@@ -149,7 +150,7 @@ def test_mass_is_kept_or_told(family: str, backend: str) -> None:
 
 
 @every_family
-def test_a_second_call_gives_the_same(family: str, backend: str) -> None:
+def test_a_second_call_gives_the_same(family: str, backend: str) -> None:  # rep-rollout-repeat-1
     model = tiny.model(family, backend)
     first = traced(model, tiny.inputs()).rollout()
     traced(model, tiny.inputs(seed=9))

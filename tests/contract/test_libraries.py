@@ -424,6 +424,7 @@ def test_a_shared_layer_called_twice_is_two_maps() -> None:
 
 @pytest.mark.parametrize("how", ["cpu", "disk"])
 def test_offloaded_weights_are_never_moved_or_loaded_for_a_trace(how: str, tmp_path: Path) -> None:
+    # rep-devices-devicemap-1
     model, inputs = offloaded(how, tmp_path), tiny.inputs()
     with torch.no_grad():
         model(**inputs)

@@ -287,3 +287,40 @@ def test_a_shared_layer_is_told_apart_call_by_call() -> None:
     model = keras.Model([first, second], layers.Add()([shared(first, first), shared(second, second)]))
     trace = attrace.trace(model, [QUERY, QUERY + 1])
     assert [(op.queries, op.keys) for op in trace.ops] == [("first", "first"), ("second", "second")]
+
+
+def test_the_same_weights_in_pytorch_give_the_same_rollout() -> None:  # rep-devices-multiframework-1
+    torch = pytest.importorskip("torch", reason="PyTorch is not installed; CI has it")
+    keras.utils.set_random_seed(3)
+    given = keras.Input((5, 8))
+    first, second = layers.MultiHeadAttention(2, 4), layers.MultiHeadAttention(2, 4)
+    hidden = layers.Add()([given, first(given, given)])
+    model = keras.Model(given, layers.Add()([hidden, second(hidden, hidden)]))
+
+    def held(variables: list[Any]) -> Any:
+        """Kernels as (out, in), biases as they are, one below the other."""
+        rows = [as_numpy(variable + 0.0) for variable in variables]
+        return torch.from_numpy(np.concatenate([r.reshape(-1, 8).T if r.size > 8 else r.ravel() for r in rows]))
+
+    class Twin(torch.nn.Module):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = torch.nn.ModuleList(torch.nn.MultiheadAttention(8, 2, batch_first=True) for _ in range(2))
+            for layer, other in zip(self.layers, (first, second), strict=True):
+                dense = [other._query_dense, other._key_dense, other._value_dense]
+                layer.in_proj_weight.data.copy_(held([part.kernel for part in dense]))
+                layer.in_proj_bias.data.copy_(held([part.bias for part in dense]))
+                layer.out_proj.weight.data.copy_(held([other._output_dense.kernel]))
+                layer.out_proj.bias.data.copy_(held([other._output_dense.bias]))
+
+        def forward(self, x: Any) -> Any:
+            for layer in self.layers:
+                x = x + layer(x, x, x, need_weights=False)[0]
+            return x
+
+    x = np.random.default_rng(0).normal(0, 2, (2, 5, 8)).astype(np.float32)
+    ours = attrace.trace(model, x)
+    with torch.no_grad():
+        theirs = attrace.trace(Twin().eval(), torch.from_numpy(x))
+    np.testing.assert_allclose(as_numpy(ours.output), theirs.output.numpy(), atol=1e-5)
+    np.testing.assert_allclose(as_numpy(ours.rollout()), theirs.rollout().numpy(), atol=1e-5)

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import attrace
-from attrace.capture.torch_forms import read_map
+from attrace.capture.layouts import Piece, whole
+from attrace.capture.torch_forms import heads_among
 from attrace.errors import CaptureError
 
 B, H, N, Q, D = 2, 3, 4, 5, 8
@@ -204,10 +205,10 @@ def test_a_map_rearranged_before_its_values_is_not_passed_over(how: str) -> None
         attrace.trace(Form(attend), torch.randn(B, H, Q, D))
 
 
-def test_reading_is_of_one_map() -> None:
-    map_ = scores(torch.randn(B, H, Q, D))
-    read = read_map(map_, map_.reshape(-1, Q, Q), heads=None, batch=B)
-    assert not isinstance(read, str)
-    assert read.weights.data_ptr() == map_.data_ptr()
-    assert "met its values as" in str(read_map(map_, map_.reshape(-1, Q * Q, 1), heads=None, batch=B))
-    assert "whose batch is not its first axis" in str(read_map(map_, map_.reshape(-1, Q, Q), heads=None, batch=H))
+def test_sizes_tell_heads_where_they_can() -> None:
+    assert heads_among((B, H), H, B) == heads_among((B, H), None, None) == (whole(1, H), "")
+    assert heads_among((H, B), H, B) == (whole(0, H), "")
+    assert heads_among((B * H,), H, None) == heads_among((B * H,), None, B) == ((Piece(0, 1, H, H),), "")
+    assert heads_among((B * H, N), H, B) == ((Piece(0, 1, H, H),), "")
+    assert heads_among((B,), H, B) == ((), "")
+    assert heads_among((H, B), None, B)[1] == ", whose batch is not its first axis"

@@ -178,7 +178,7 @@ def exponentials(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: T
     key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
     scores = query @ key.mT * rest["scaling"]
     scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
-    weights = torch.exp(scores - scores.amax(-1, keepdim=True))
+    weights = torch.pow(torch.e, scores - scores.amax(-1, keepdim=True))
     return ((weights / weights.sum(-1, keepdim=True)).nan_to_num() @ value).transpose(1, 2), None
 
 

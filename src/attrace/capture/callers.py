@@ -15,7 +15,7 @@ HEAD_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "num_hea
 SECOND_STREAMS = ("key_value_states", "encoder_hidden_states", "encoder_states", "memory")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Caller:
     """The module that makes a call, and what its arguments say of it."""
 
@@ -29,8 +29,8 @@ class Caller:
     """Shape of the first tensor among the arguments of the module's forward."""
     convolves: bool = False
     """Whether the module has convolutions along one axis, and may be given its channels first."""
-    sinks: bool = False
-    """Whether the module has learned sinks, which it may apply to what its map gave."""
+    sinks: Tensor | None = None
+    """(H,) The module's learned sinks, which it may apply to what its map gave."""
 
 
 ANOTHER = Caller("")
@@ -65,7 +65,7 @@ def caller_among(names: Mapping[int, str]) -> Caller | None:
                     convolves=module is not None
                     and len(given) == 3
                     and any(isinstance(part, nn.Conv1d) for part in module.children()),
-                    sinks=isinstance(getattr(module, "sinks", None), Tensor),
+                    sinks=sinks if isinstance(sinks := getattr(module, "sinks", None), Tensor) else None,
                 )
         frame = frame.f_back
     return None

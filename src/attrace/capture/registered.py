@@ -293,7 +293,7 @@ class RegistryObserver:
         if seen or not caller.name:
             return
         del ops[mark[0] :], unread[mark[1] :]
-        if recorder._is_beside(caller, shape, call.value.shape[-1]):
+        if recorder.is_beside(caller, shape, call.value.shape[-1]):
             return
         kind, values, at = recorder._kind_of(caller, shape), recorder._values, recorder._call
         try:

@@ -9,6 +9,7 @@ the block ends, also after an error in the model.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import lru_cache
@@ -22,19 +23,23 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from attrace.capture import observed, torch_external, torch_fastpath
 from attrace.capture.beside import beside_tokens
 from attrace.capture.callers import ANOTHER, Caller, caller_among, kind_of
+from attrace.capture.layouts import Axes, Layout, axes_of_shape, joined_within, laid_out, whole
 from attrace.capture.registered import RegistryObserver
 from attrace.capture.registry import in_use, refuse_flex, watching
 from attrace.capture.steps import Call, KeyStore, below_compiler, call_of, joins_cache
 from attrace.capture.torch_blocks import BlockInputs
 from attrace.capture.torch_compiled import has_compiled_parts
 from attrace.capture.torch_forms import (
-    Given,
+    CallByAxes,
+    Following,
+    Lost,
     Pending,
     PendingSoftmax,
     Reading,
-    Rearranged,
     Weighted,
-    is_transposed,
+    Weights,
+    heads_among,
+    read_axes,
     read_map,
     softmax_of,
     storage_of,
@@ -55,6 +60,11 @@ FUSED: dict[Any, tuple[int | None, int]] = {
     aten._scaled_dot_product_fused_attention_overrideable.default: (3, 5),
 }
 SOFTMAX = {aten._softmax.default, aten._safe_softmax.default}
+COPIES = {aten.clone.default, aten._to_copy.default}
+OWN_VALUES = (
+    "weights of shape {} that each query spends on values of its own: sampled points or a window, not one stream of "
+    "keys"
+)
 # A softmax may be copied, cast, masked, sliced or dropped out before it meets the values.
 CARRIERS = {
     aten.clone.default,
@@ -83,11 +93,27 @@ BATCHED = (
 # Copies into another shape: a softmax that meets values after one of them is not followed, but not passed over either.
 REARRANGED = {aten.constant_pad_nd.default, aten.cat.default}
 PRODUCTS = {aten.bmm.default, aten.baddbmm.default}
+MOST_FOLLOWED = 32
+"""Results of calls whose heads are not told yet."""
+# Operators that read channels: which of their arguments holds them, and along which axis.
+CHANNELS: dict[str, tuple[slice, int]] = {
+    "product": (slice(-2, -1), -1),
+    "linear": (slice(-2, -1), -1),
+    "norm": (slice(1), -1),
+    "add": (slice(2), -1),
+    "seen": (slice(1), 1),
+}
 PARTS = torch_external.Parts({
     **dict.fromkeys(observed.PARTS, "seen"),
     **dict.fromkeys(FUSED, "fused"),
     **dict.fromkeys(SOFTMAX, "softmax"),
+    aten._log_softmax.default: "softmax",
+    aten.exp.default: "exp",
     **dict.fromkeys(PRODUCTS, "product"),
+    aten.mm.default: "linear",
+    aten.addmm.default: "linear",
+    aten.native_layer_norm.default: "norm",
+    aten.add.Tensor: "add",
     **dict.fromkeys(CARRIERS | REARRANGED, "carrier"),
     **dict.fromkeys(torch_fastpath.LAYERS, "layer"),
     aten.sum.dim_IntList: "sum",
@@ -100,6 +126,7 @@ PARTS = torch_external.Parts({
 class Recorder(TorchDispatchMode):
     """Fills a trace while the model runs under it."""
 
+    follows_streams: ClassVar[bool] = False
     guarded: ClassVar[type[Recorder]]
     """The same for a model with compiled parts."""
 
@@ -117,6 +144,10 @@ class Recorder(TorchDispatchMode):
         self._keys = KeyStore()
         self._batch: int | None = None
         self._pending: dict[int, Pending] = {}
+        self._followed: dict[int, Following] = {}
+        self._exponents: weakref.ref[Tensor] | None = None
+        self._noise: dict[int, Tensor] = {}
+        """What dropout drew, by its storage."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -136,7 +167,7 @@ class Recorder(TorchDispatchMode):
         if below_compiler() and not self._should_skip_dynamo():
             self.__class__ = self.guarded  # generate() compiles the model when it has already begun
         self._running = True
-        self._pending.clear()
+        self._forget()
         given = torch_fastpath.named_arguments(model, args, kwargs)
         sizes = {v.shape[0] for k in BATCHED if isinstance(v := given.get(k), Tensor) and v.ndim}
         self._batch = sizes.pop() if len(sizes) == 1 else None
@@ -155,21 +186,29 @@ class Recorder(TorchDispatchMode):
             self._running = self._call.running = False
             self._call.made(output)
             self._note_loose()
-            self._pending.clear()
+            self._forget()
             self._trace.output = output
             if self._trace.seen is not None:
                 self._trace.seen.end(self._modules, {op.name for op in self._trace.ops})
 
+    def _forget(self) -> None:
+        while self._followed:
+            self._settle(next(iter(self._followed.values())), None)
+        self._pending.clear()
+        self._noise.clear()
+        self._exponents = None
+
     def _note_loose(self) -> None:
         """Tell the trace of softmaxes with the form of maps that met no values."""
-        if not self._pending:
-            return
         read = {op.name for op in self._trace.ops}
-        waiting = [softmax_of(found) for found in self._pending.values() if not isinstance(found, Given)]
-        for found in {id(f): f for f in waiting}.values():
+        for found in {id(f): f for f in map(softmax_of, self._pending.values())}.values():
             name, heads, shape = found.caller.name, found.caller.heads, tuple(found.map.shape)
-            # One over the heads that its module names is attention; others count where nothing else was seen.
-            if len(shape) > 3 and (not read or (heads in shape[1:3] and name not in read)):
+            # One over the heads that its module names, or over as many keys as queries, is attention; others count
+            # where nothing else was seen.
+            square = shape.count(shape[found.keys]) > 1 and shape[found.keys] > 1
+            if (square or len(shape) > 3) and (
+                not read or (name not in read and (square or (len(shape) > 3 and heads in shape[1:3])))
+            ):
                 self._trace.loose.setdefault(name, f"{name} (a softmax of shape {shape})")
 
     def sum_up(self) -> None:
@@ -207,36 +246,56 @@ class Recorder(TorchDispatchMode):
             self._see(func, args, out)
         if part in ("fused", "external"):
             with enable_reentrant_dispatch():  # so that detached tensors share their version counters
-                (self._fused if part == "fused" else self._external)(func, args, kwargs)
+                (self._fused if part == "fused" else self._external)(func, args, kwargs, out)
             self._keys.share(self._trace.ops, self._call)
         elif part == "softmax":
-            self._softmax(args, out)
+            self._softmax(args, out, is_log=func is aten._log_softmax.default)
         elif part == "layer":
             self._layer(func, args, kwargs)
         elif part == "nesting":
             self._layers.nest(args)
-        elif self._pending and part == "product":
-            self._product(args, out)
-        elif self._pending and part == "sum":
-            self._sum(args, out)
-        elif self._pending and part != "seen":
-            self._carry(func, args, out)
+        elif part == "exp":
+            self._exp(args, out)
+        elif self._pending or self._followed or self._exponents:
+            self._meet(func, part, args, out)
         return out
+
+    def _meet(self, func: Any, part: str, args: tuple[Any, ...], out: Any) -> None:
+        """An operator that may take a pending softmax to its values, or show where the heads of a call are."""
+        if self._followed:
+            self._watch(func, part, args, out)
+        if func is aten.bernoulli_.float:
+            self._noise[storage_of(out)] = out
+        elif func is aten.div.Tensor and self._exponents is not None:
+            self._divided(args, out)
+        if not self._pending:
+            return
+        if part == "product" or (part == "linear" and self._is_unbatched(args)):
+            self._product(args, out)
+        elif part == "sum":
+            self._sum(args)
+        elif part in ("carrier", "dropout"):
+            self._carry(func, args, out)
+
+    def _is_unbatched(self, args: tuple[Any, ...]) -> bool:
+        """Whether a product of matrices is of a softmax (Q, T), not of one whose axes it has merged."""
+        found = (self._pending.get(storage_of(arg)) for arg in args[-2:])
+        return any(isinstance(f, Weights | Lost) and f.softmax.map.ndim == 2 for f in found)
 
     def _see(self, func: Any, args: tuple[Any, ...], out: Any) -> None:
         if self._trace.seen is not None and not self._trace.seen.ended:
             name = "" if func in observed.JOINS else self._caller().name
             self._trace.seen.see(func, args, out, name=name, at=len(self._trace.ops), modules=self._modules)
 
-    def _fused(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _fused(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         query, key, value = args[:3]
         bias_at, causal_at = FUSED[func]
         self._trace.dropout |= self._running and len(args) >= causal_at and args[causal_at - 1] > 0
         bias = kwargs.get("attn_mask") if bias_at is None else args[bias_at]
         causal = bool(args[causal_at]) if len(args) > causal_at else False
-        self._query_key(query, key, value, bias=bias, causal=causal, scale=kwargs.get("scale"))
+        self._query_key(query, key, value, bias=bias, causal=causal, scale=kwargs.get("scale"), out=out[0])
 
-    def _external(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _external(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], _out: Any) -> None:
         call = torch_external.read(func, args, kwargs)
         if isinstance(call, str):
             if (caller := self._caller()) is not ANOTHER:
@@ -246,35 +305,47 @@ class Recorder(TorchDispatchMode):
         self._query_key(call.query, call.key, call.value, bias=call.bias, causal=call.causal, scale=call.scale)
 
     def _query_key(
-        self, query: Tensor, key: Tensor, value: Tensor, *, bias: Tensor | None, causal: bool, scale: float | None
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        bias: Tensor | None,
+        causal: bool,
+        scale: float | None,
+        out: Tensor | None = None,
     ) -> None:
         caller = self._caller()
         if caller is ANOTHER:
             return
         packed = storage_of(query) == storage_of(key) == storage_of(value) and not self._values and query is not key
         if caller.queries == 1 < query.shape[2]:  # one token, the heads of each group along the query axis
+            out = None
             query = query.reshape(query.shape[0], -1, 1, query.shape[3])
             if bias is not None and bias.shape[1] > 1:
                 bias = bias.reshape(bias.shape[0], -1, 1, bias.shape[3])
-        shape = (query.shape[0], query.shape[1], query.shape[2], key.shape[2])
-        if self._is_beside(caller, shape, value.shape[-1]):
-            return
-        windows = self._windows(shape[0])
-        self._record(
-            QueryKeyAttention(
-                name=caller.name,
-                layer=len(self._trace.ops),
-                shape=shape,
-                kind=self._kind_of(caller, shape, windows),
-                windows=windows,
-                value=value.detach() if self._values else None,
-                query=self._kept(query, packed=packed),
-                key=self._kept(key, packed=packed),
-                bias=None if bias is None else self._kept(bias),
-                is_causal=causal,
-                scale=scale,
-            )
+        op = QueryKeyAttention(
+            name=caller.name,
+            layer=0,
+            kind="self",
+            shape=(query.shape[0], query.shape[1], query.shape[2], key.shape[2]),
+            value=value.detach() if self._values else None,
+            query=self._kept(query, packed=packed),
+            key=self._kept(key, packed=packed),
+            bias=None if bias is None else self._kept(bias),
+            is_causal=causal,
+            scale=scale,
         )
+        heads, unclear = heads_among((op.shape[0], op.shape[1]), caller.heads, self._batch)
+        parts = {"query": op.query, "key": op.key, "value": op.value, "bias": op.bias}
+        call = CallByAxes(op, caller, parts, heads, unclear)
+        if heads != whole(1, op.shape[1]):
+            call.lay_out(heads)
+        call.beside = self._beside(caller, op.shape, value.shape[-1])
+        follows = out is not None and not self._is_certain(call, self._batch, value.shape[-1])
+        self._begin(call, follows=follows)
+        if out is not None and follows:
+            self._follow_result(call, axes_of_shape(out.shape), out, width=value.shape[-1])
 
     def _kept(self, tensor: Tensor, *, packed: bool = False) -> Tensor:
         """The tensor as it is now: compiled code takes its buffers again, what is packed would keep values alive."""
@@ -292,146 +363,315 @@ class Recorder(TorchDispatchMode):
         name = self._layers.name_of(args, caller.name)
         self._record(kind(name=name, layer=len(self._trace.ops), shape=shape, kind="self", **tensors))
 
-    def _softmax(self, args: tuple[Any, ...], out: Tensor) -> None:
-        dim = args[1]
+    def _softmax(self, args: tuple[Any, ...], out: Tensor, *, is_log: bool = False) -> None:
         if out.is_nested:
             self._trace.unread.append(f"{self._caller().name} (on a nested tensor; give a padded batch and its mask)")
             return
-        column = out.ndim == 3 and dim in (1, -2) and out.shape[0] == self._batch and out.shape[2] == 1
-        if not (out.ndim >= 3 and (dim in (-1, out.ndim - 1) or column)):
+        if not (out.ndim > 2 or (out.ndim == 2 and out.shape[0] == out.shape[1])) or not out.numel():
             return
-        if (caller := self._caller()) is not ANOTHER:
+        caller = self._caller()
+        if caller is ANOTHER:
+            return
+        if not self._running:  # nothing else clears what met no values
+            self._pending = {k: p for k, p in self._pending.items() if softmax_of(p).caller.name == caller.name}
+        keys = args[1] % out.ndim
+        with enable_reentrant_dispatch():  # so that detached tensors share their version counters
+            found = PendingSoftmax(self._kept(out), keys, caller, is_log)
+            if caller.sinks is not None:
+                found.sums = args[0].logsumexp(keys)
+        self._pend(found, Weights.of(found), out)
+
+    def _pend(self, softmax: PendingSoftmax, weights: Weights | Lost | Weighted | None, tensor: Tensor) -> None:
+        if weights is not None:
+            softmax.storages.append(storage_of(tensor))
+            self._pending[storage_of(tensor)] = weights
+
+    def _exp(self, args: tuple[Any, ...], out: Tensor) -> None:
+        """The beginning of a softmax by hand, or the end of one from its logarithm."""
+        found = self._pending.get(storage_of(args[0]))
+        if isinstance(found, Weights) and found.softmax.is_log:
+            softmax = found.softmax
+            self._drop(softmax)
             with enable_reentrant_dispatch():
-                kept = self._kept(out)
-                if column:  # one query for each item, its weights upright: (B, T, 1)
-                    kept = kept.transpose(1, 2)
-            if not self._running:  # nothing else clears what met no values
-                self._pending = {k: p for k, p in self._pending.items() if softmax_of(p).caller.name == caller.name}
-            found = PendingSoftmax(kept, version_of(kept), caller)
-            found.carriers[storage_of(out)] = is_transposed(out)
-            self._pending[storage_of(out)] = found
+                softmax = PendingSoftmax(self._kept(out), softmax.keys, softmax.caller, sums=softmax.sums)
+            self._pend(softmax, Weights.of(softmax), out)
+        elif out.ndim > 2:
+            self._exponents = weakref.ref(out)
+
+    def _divided(self, args: tuple[Any, ...], out: Tensor) -> None:
+        """The end of a softmax by hand: exponents by their sums."""
+        exponents = None if self._exponents is None else self._exponents()
+        if exponents is None or not isinstance(args[1], Tensor) or storage_of(exponents) != storage_of(args[0]):
+            return
+        sums = (1,) * (out.ndim - args[1].ndim) + tuple(args[1].shape)
+        axes = [axis for axis in range(out.ndim) if sums[axis] != out.shape[axis]]
+        if out.shape == exponents.shape and len(axes) == 1 and sums[axes[0]] == 1:
+            self._exponents = None
+            self._softmax((exponents.log(), axes[0]), out)
+
+    def _drop(self, softmax: PendingSoftmax) -> None:
+        for key in softmax.storages:
+            self._pending.pop(key, None)
+        self._noise.clear()
 
     def _carry(self, func: Any, args: tuple[Any, ...], out: Any) -> None:
         result = out[0] if isinstance(out, tuple) else out
         for arg in args[0] if func is aten.cat.default else args:
-            if not isinstance(arg, Tensor) or not (found := self._pending.get(storage_of(arg))):
-                continue
-            if isinstance(found, Given) and func is aten.mul.Tensor and found.take(args):
-                del self._pending[storage_of(arg)]
-            if not isinstance(found, PendingSoftmax):
+            if isinstance(arg, Tensor) and isinstance(found := self._pending.get(storage_of(arg)), Weights):
+                self._carry_weights(found, func, args, arg, result)
                 return
-            if func in REARRANGED:
-                self._pending[storage_of(result)] = Rearranged(found, result)
-                return
-            if storage_of(result) == storage_of(arg):
-                if not found.map.is_inference():  # masked in place, which counts once this operator is done
-                    found.version += 1
-            elif result.shape == arg.shape:
-                turned = found.carriers[storage_of(arg)] ^ is_transposed(arg) ^ is_transposed(result)
-                found.carriers[storage_of(result)] = turned
-                found.alive.append(result)
-                self._pending[storage_of(result)] = found
-            elif func is aten.mul.Tensor and arg.numel() == found.map.numel():
-                value = args[0] if arg is args[1] else args[1]
-                self._pending[storage_of(result)] = Weighted(found, arg, value, result)
-            return
 
-    def _sum(self, args: tuple[Any, ...], out: Tensor) -> None:
+    def _is_noise(self, args: tuple[Any, ...]) -> bool:
+        """Whether one of the factors was drawn by dropout."""
+        return any(storage_of(arg) in self._noise for arg in args if isinstance(arg, Tensor))
+
+    def _carry_weights(self, found: Weights, func: Any, args: tuple[Any, ...], arg: Tensor, result: Tensor) -> None:
+        softmax = found.softmax
+        if func in REARRANGED:
+            self._pend(softmax, Lost(softmax, "padded or joined", result), result)
+        elif storage_of(result) == storage_of(arg):
+            if not result.is_inference():  # masked in place, which counts once this operator is done
+                found.version += 1
+        elif result.shape == arg.shape:
+            how = "changed"
+            if func in COPIES:
+                how = "copied"
+            elif func is aten.native_dropout.default or self._is_noise(args):
+                how = "dropped"
+            with enable_reentrant_dispatch():
+                carried = found.carried(arg.detach(), result.detach(), how=how)
+            self._pend(softmax, Lost(softmax, carried, result) if isinstance(carried, str) else carried, result)
+        elif func is aten.mul.Tensor:
+            value = args[0] if arg is args[1] else args[1]
+            if isinstance(value, Tensor):
+                self._pend(softmax, Weighted(found, arg, value, result), result)
+
+    def _sum(self, args: tuple[Any, ...]) -> None:
         """A sum over the keys of values that a softmax weighed one by one."""
         weighted = self._pending.get(storage_of(args[0]))
-        if not isinstance(weighted, Weighted):
+        if not isinstance(weighted, Weighted) or (axes := weighted.axes()) is None:
             return
-        found = weighted.softmax
-        if out.numel() * found.map.shape[-1] != weighted.product.numel():  # over something else than the keys
-            return
-        for key in (*found.carriers, storage_of(args[0])):
-            self._pending.pop(key, None)
-        shape = tuple(found.map.shape)
-        if args[0].shape != weighted.product.shape or not weighted.is_read(list(args[1])):
-            self._trace.unread.append(
-                f"{found.caller.name} (weights of shape {shape} that each query spends on values of its own: sampled "
-                "points or a window, not one stream of keys)"
+        found, softmax = weighted.found, weighted.found.softmax
+        dims = [dim % args[0].ndim for dim in args[1] or range(args[0].ndim)]
+        if args[0].shape == weighted.product.shape:
+            if not any(p.axis == softmax.keys for dim in dims for p in axes[dim]):
+                return  # over something else than the keys
+            call = weighted.as_product(axes, dims[0]) if len(dims) == 1 else None
+        else:
+            call = None
+        self._drop(softmax)
+        if call is None:
+            self._unreadable(
+                softmax, f"weights of shape {tuple(softmax.map.shape)} that each query spends on {OWN_VALUES}"
             )
             return
+        items, rows, value = call
         with enable_reentrant_dispatch():
-            weights = self._kept(weighted.weights)
-        read = read_map(
-            found.map, weights.reshape(-1, *shape[-2:]), heads=found.caller.heads, batch=self._batch_of(found)
-        )
-        value = weighted.value.expand(weighted.product.shape)[..., 0, :, :].reshape(-1, *weighted.product.shape[-2:])
-        self._read(found, read, weights, value)
+            weights = weighted.weights.detach()
+        own = axes[len(axes) - weights.ndim :]
+        read = read_axes(found, weights, items=items, rows=rows, columns=axes[dims[0]], axes=own)
+        if isinstance(read, str):
+            self._unreadable(softmax, read)
+        else:
+            self._read(softmax, read, value)
 
     def _product(self, args: tuple[Any, ...], out: Tensor) -> None:
-        """A batched product that takes a pending softmax from the left, A V, or turned from the right, V' A'."""
+        """A product that takes a pending softmax from the left, A V, or turned from the right, V' A'."""
         left, right = args[-2:]
-        for used, other, turned in ((left, right, False), (right, left, True)):
+        for used, other, is_left in ((left, right, True), (right, left, False)):
             found = self._pending.get(storage_of(used))
-            if isinstance(found, Rearranged):
-                found = found.softmax
-                for key in (*found.carriers, storage_of(used)):
-                    self._pending.pop(key, None)
-                self._read(
-                    found, f"a map of shape {tuple(found.map.shape)}, padded or joined before its values", used, used
-                )
-                return
-            if not isinstance(found, PendingSoftmax):
+            if found is None or isinstance(found, Weighted):
                 continue
-            other_way = found.carriers[storage_of(used)] ^ is_transposed(used) ^ turned
-            twice = isinstance(self._pending.get(storage_of(other)), PendingSoftmax)
-            for key in found.carriers:
-                self._pending.pop(key, None)
+            softmax, twice = found.softmax, isinstance(self._pending.get(storage_of(other)), Weights)
+            self._drop(softmax)
+            shape = tuple(softmax.map.shape)
+            with enable_reentrant_dispatch():  # so that detached tensors share their version counters
+                as_used, out = used.detach(), out.detach()
             read: Reading | str
-            kept = used
-            if other_way:
-                read = "summed over its queries"
+            if isinstance(found, Lost):
+                read = f"a map of shape {shape}, {found.why} before its values"
+            elif version_of(found.weights) != found.version:
+                read = "written to before it met its values"
             elif twice:
                 read = "multiplied with a map"
-            elif version_of(found.map) != found.version:
-                read = "written to before it met its values"
+            elif inner := self._followed.get(storage_of(other)):  # linear attention: over channels, twice
+                self._settle(inner, "channels")
+                self._trace.beside.setdefault(softmax.caller.name, ("channels", shape))
+                return
             else:
-                with enable_reentrant_dispatch():  # so that detached tensors share their version counters
-                    kept = self._kept(used)
-                as_map = kept.mT if turned else kept
-                read = read_map(found.map, as_map, heads=found.caller.heads, batch=self._batch_of(found))
-            count = len(self._trace.ops)
-            self._read(found, read, kept, other.mT if turned else other)
-            if found.caller.sinks and len(self._trace.ops) > count:
-                self._pending[storage_of(out)] = Given(found, self._trace.ops[-1], out)
+                read = read_map(found, as_used, left=is_left)
+            if isinstance(read, str):
+                self._unreadable(softmax, read)
+            else:
+                self._read(softmax, read, other if is_left else other.mT, out, is_left=is_left)
             return
 
-    def _batch_of(self, found: PendingSoftmax) -> int | None:
+    def _unreadable(self, softmax: PendingSoftmax, why: str) -> None:
+        self._trace.unread.append(f"{softmax.caller.name} ({why})")
+
+    def _batch_of(self, softmax: PendingSoftmax) -> int | None:
         """How many items a softmax is of: what the model was given, else what its module was, where the axes agree."""
-        given, shape = found.caller.given, found.map.shape
+        given, shape = softmax.caller.given, softmax.map.shape
         if self._batch is None and len(given) == len(shape) == 3 and shape[0] == given[0] and shape[1] in given[1:]:
             return given[0]
         return self._batch
 
-    def _read(self, found: PendingSoftmax, read: Reading | str, used: Tensor, value: Tensor) -> None:
-        if isinstance(read, str):
-            self._trace.unread.append(f"{found.caller.name} ({read})")
-            return
-        batch, heads, length, keys = read.weights.shape
-        if self._is_beside(found.caller, (batch, heads, length, keys), value.shape[-1]):
-            return
-        windows = self._windows(batch)
-        source = found.map if read.source is found.map else used
-        self._record(
-            SoftmaxAttention(
-                name=found.caller.name,
-                layer=len(self._trace.ops),
-                shape=(batch, heads, length, keys),
-                kind=self._kind_of(found.caller, (batch, heads, length, keys), windows),
-                windows=windows,
-                value=read.value(value.detach()) if self._values else None,
-                map=read.weights,
-                source=source,
-                version=version_of(source),
-            )
+    def _read(
+        self,
+        softmax: PendingSoftmax,
+        read: Reading,
+        value: Tensor,
+        out: Tensor | None = None,
+        *,
+        is_left: bool = True,
+    ) -> None:
+        caller = softmax.caller
+        batch = self._batch_of(softmax)
+        heads, unclear = heads_among(read.lead, caller.heads, batch)
+        map_ = self._kept(read.map)
+        op = SoftmaxAttention(
+            name=caller.name,
+            layer=0,
+            kind="self",
+            shape=(0, 0, 0, 0),
+            map=map_,
+            source=read.source,
+            version=read.version,
         )
+        parts = {"map": map_, "value": read.value(value.detach()) if self._values else None}
+        call = CallByAxes(op, caller, parts, heads, unclear)
+        call.lay_out(heads)
+        width = value.shape[-1]
+        call.beside = self._beside(caller, op.shape, width)
+        if not call.beside and call.has_own_values(batch, self._call.tokens):
+            if caller.heads is not None or len(read.lead) != 2:
+                self._unreadable(softmax, OWN_VALUES.format(tuple(softmax.map.shape)))
+                return
+            call.beside, out = "experts", None
+        follows = out is not None and (caller.sinks is not None or not self._is_certain(call, batch, width))
+        self._begin(call, follows=follows)
+        if out is not None and follows:
+            sides = (read.row, whole(len(read.lead) + 1, width))
+            axes = (read.items, *(sides if is_left else sides[::-1]))
+            self._follow_result(call, axes[3 - out.ndim :], out, width=width, sums=softmax.sums)
 
-    def _is_beside(self, caller: Caller, shape: tuple[int, int, int, int], width: int) -> bool:
-        """Whether a call attends among something else than tokens, of which the trace is then told."""
-        what = beside_tokens(
+    # Which of its axes are heads
+
+    def _is_certain(self, call: CallByAxes, batch: int | None, width: int) -> bool:
+        """Whether sizes alone tell a call's heads and tokens from all else."""
+        lead, given = call.lead, call.caller.given
+        if call.beside == "layers":
+            return True
+        if call.unclear or call.beside or len(lead) != 2 or lead != (batch, call.caller.heads) or len(given) != 3:
+            return False
+        ordered = batch == 1 or lead[0] != lead[1]
+        return ordered and given[:2] == (batch, call.queries) and (call.queries != width or lead[1] == 1)
+
+    def _begin(self, call: CallByAxes, *, follows: bool) -> None:
+        """Record a call, unless it is not among tokens; one that is followed may prove to be another."""
+        if not follows:
+            self._settle_call(call, None)
+        if not call.beside:
+            self._place(call, len(self._trace.ops))
+            self._record(call.op)
+
+    def _place(self, call: CallByAxes, layer: int) -> None:
+        op = call.op
+        op.layer, op.windows = layer, self._windows(op.shape[0])
+        op.kind = self._kind_of(call.caller, op.shape, op.windows)
+
+    def _follow_result(
+        self, call: CallByAxes, axes: Axes, out: Tensor, *, width: int, sums: Tensor | None = None
+    ) -> None:
+        layout = laid_out(axes, out)
+        if layout is None:
+            self._settle_call(call, None)
+        else:
+            self._followed[storage_of(out)] = Following(call, layout, width, out.detach(), sums)
+        if len(self._followed) > MOST_FOLLOWED:
+            self._settle(next(iter(self._followed.values())), None)
+
+    def _watch(self, func: Any, part: str, args: tuple[Any, ...], out: Any) -> None:
+        """Look for what recorded calls gave: where its axes end up tells which are heads."""
+        if func is aten.cat.default:
+            self._watch_joined(args, out)
+        elif part in ("carrier", "dropout"):
+            result = out[0] if isinstance(out, tuple) else out
+            given = next((a for a in args if isinstance(a, Tensor) and storage_of(a) in self._followed), None)
+            if given is None or storage_of(result) == storage_of(given):
+                return
+            found = self._followed[storage_of(given)]
+            found.take_factor(args)
+            axes = found.within(given)
+            if axes is not None and not self._tells(found, axes[-1]) and result.shape == given.shape:
+                self._follow_copy(found, axes, result)
+        elif part in CHANNELS:
+            place, axis = CHANNELS[part]
+            for given in args[place]:
+                known = self._followed.get(storage_of(given)) if isinstance(given, Tensor) else None
+                axes = None if known is None else known.within(given)
+                if known is not None and axes is not None:
+                    self._tells(known, axes[axis], projects=part in ("linear", "seen"))
+            inner = self._followed.get(storage_of(args[-1])) if part == "product" else None
+            axes = None if inner is None else inner.within(args[-1])
+            if inner is not None and axes is not None and any(p.axis == len(inner.call.lead) for p in axes[-2]):
+                self._settle(inner, "channels")  # values of another product, which sums over its rows
+
+    def _watch_joined(self, args: tuple[Any, ...], out: Tensor) -> None:
+        parts: list[Tensor] = list(args[0])
+        found = self._followed.get(storage_of(parts[0]))
+        if found is None or len(parts) < 2 or any(storage_of(t) != storage_of(parts[0]) for t in parts):
+            return
+        axes = joined_within(found.layout, parts, (args[1] if len(args) > 1 else 0) % out.ndim)
+        if axes is not None and not self._tells(found, axes[-1]):
+            self._follow_copy(found, axes, out)
+
+    def _follow_copy(self, found: Following, axes: Axes, copy: Tensor) -> None:
+        if (moved := found.moved(axes, copy.detach())) is not None:
+            self._followed[storage_of(copy)] = moved
+
+    def _tells(self, found: Following, channels: Layout, *, projects: bool = False) -> bool:
+        """Whether an axis of channels settles a call; one head at least where they are projected as they are."""
+        told, call = found.told_by(channels, items=self._batch), found.call
+        if told is None or (told == () and not (projects and call.caller.heads is None)):
+            return False
+        self._settle(found, told)
+        return True
+
+    def _settle(self, found: Following, told: Layout | str | None) -> None:
+        self._followed = {k: f for k, f in self._followed.items() if f.call is not found.call}
+        self._settle_call(found.call, told)
+
+    def _settle_call(self, call: CallByAxes, told: Layout | str | None) -> None:
+        """A call's heads, or what it is among instead of tokens; None where nothing tells."""
+        op, ops, unread = call.op, self._trace.ops, self._trace.unread
+        placed = op.layer < len(ops) and ops[op.layer] is op
+        if not placed and told is not None and (not call.beside or self.follows_streams):
+            told = call.beside or None  # taken out since, by the call that it was part of
+        if told is None and call.unclear and not call.beside:
+            unread.append(call.why_unclear)
+        told = told or call.beside if told != () else told
+        if isinstance(told, str) and told:
+            if placed and op.step is not None:
+                unread.append(f"{op.name} (attention among {told})")
+                return
+            if placed:
+                del ops[op.layer]
+                for layer, later in enumerate(ops[op.layer :], op.layer):
+                    later.layer = layer
+            self._trace.beside.setdefault(op.name, (told, op.shape))
+        elif isinstance(told, tuple) and (told != call.heads or not placed):
+            before = op.shape
+            call.lay_out(told)
+            self._place(call, op.layer if placed else len(ops))
+            if not placed:
+                self._record(op)
+            elif op.step is not None and (before[0], before[2]) != (op.shape[0], op.shape[2]):
+                unread.append(f"{op.name} (heads in an order of their own, where streams are joined)")
+
+    def _beside(self, caller: Caller, shape: tuple[int, int, int, int], width: int) -> str:
+        """What a call attends among, by its sizes, where that is not tokens."""
+        return beside_tokens(
             caller.given,
             shape,
             width,
@@ -439,6 +679,10 @@ class Recorder(TorchDispatchMode):
             tokens=self._call.tokens,
             convolves=caller.convolves,
         )
+
+    def is_beside(self, caller: Caller, shape: tuple[int, int, int, int], width: int) -> bool:
+        """Whether a call attends among something else than tokens, of which the trace is then told."""
+        what = self._beside(caller, shape, width)
         if what:
             self._trace.beside.setdefault(caller.name, (what, shape))
         return bool(what)

@@ -72,6 +72,8 @@ PASS, MUTATES, FRESH, CAT = range(4)
 class StreamRecorder(Recorder):
     """A recorder that also follows which stream everything belongs to."""
 
+    follows_streams = True
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._graph = StreamGraph()
@@ -129,7 +131,7 @@ class StreamRecorder(Recorder):
         part = PARTS[func]
         if part in ("fused", "external"):
             ends = args[0], args[2], args[1]
-        elif part == "product" and self._pending:
+        elif part in ("product", "linear") and self._pending:
             left, right = args[-2:]
             ends = (left, right, None) if storage_of(left) in self._pending else (right, left, None)
         elif part == "sum" and isinstance(weighted := self._pending.get(storage_of(args[0])), Weighted):

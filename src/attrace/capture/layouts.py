@@ -53,7 +53,23 @@ def laid_out(axes: Axes, tensor: Tensor) -> Layout | None:
         if tensor.stride(axis) != expected:
             return None
         expected *= tensor.shape[axis]
-    return tuple(piece for axis in order for piece in axes[axis])
+    return merged(piece for axis in order for piece in axes[axis])
+
+
+def merged(pieces: Iterable[Piece]) -> Layout:
+    """Pieces with each that continues its predecessor joined to it.
+
+    >>> merged([Piece(0, 4, 16, 4), Piece(0, 1, 4, 4)])
+    (Piece(axis=0, low=1, high=16, size=16),)
+    """
+    found: list[Piece] = []
+    for piece in pieces:
+        last = found[-1] if found else None
+        if last and (last.axis, last.low) == (piece.axis, piece.high) and piece.size == piece.high // piece.low:
+            found[-1] = Piece(piece.axis, piece.low, last.high, last.size * piece.size)
+        else:
+            found.append(piece)
+    return tuple(found)
 
 
 def axes_within(layout: Layout, view: Tensor) -> Axes | None:
@@ -101,7 +117,7 @@ def _covered(layout: Layout, size: int, stride: int, total: int, count: int) -> 
             cut = piece if (first, last) == (1, piece.size) else None
             pieces.append(cut or Piece(piece.axis, piece.low * first, piece.low * last, last // first))
         step *= piece.size
-    return tuple(reversed(pieces)) if math.prod(p.size for p in pieces) == size else None
+    return merged(reversed(pieces)) if math.prod(p.size for p in pieces) == size else None
 
 
 def joined_within(layout: Layout, parts: Sequence[Tensor], dim: int) -> Axes | None:
@@ -125,9 +141,25 @@ def in_order(tensor: Tensor, axes: Axes, groups: Sequence[Layout]) -> Tensor:
     pieces = [piece for axis in axes for piece in axis]
     wanted = [piece for group in groups for piece in group]
     sizes = [math.prod(piece.size for piece in group) for group in groups]
+    if pieces != wanted:
+        cuts = {*pieces, *wanted}
+        pieces, wanted = _refined(pieces, cuts), _refined(wanted, cuts)
     if pieces == wanted:
         return tensor.reshape(sizes)
     return tensor.reshape([p.size for p in pieces]).permute([pieces.index(p) for p in wanted]).reshape(sizes)
+
+
+def _refined(pieces: Iterable[Piece], cuts: Iterable[Piece]) -> list[Piece]:
+    """Whole pieces, each split wherever one of `cuts` begins or ends within it."""
+    found: list[Piece] = []
+    for piece in pieces:
+        ends = {end for cut in cuts if cut.axis == piece.axis for end in (cut.low, cut.high)}
+        if piece.size == piece.high // piece.low:
+            inside = [piece.low, *sorted(end for end in ends if piece.low < end < piece.high), piece.high]
+            found += (Piece(piece.axis, low, high, high // low) for low, high in reversed(list(pairwise(inside))))
+        else:
+            found.append(piece)
+    return found
 
 
 def split_by(cuts: Iterable[Piece], axis: int, size: int) -> Layout:

@@ -461,9 +461,7 @@ class Recorder(TorchDispatchMode):
             call = None
         self._drop(softmax)
         if call is None:
-            self._unreadable(
-                softmax, f"weights of shape {tuple(softmax.map.shape)} that each query spends on {OWN_VALUES}"
-            )
+            self._unreadable(softmax, OWN_VALUES.format(tuple(softmax.map.shape)))
             return
         items, rows, value = call
         with enable_reentrant_dispatch():

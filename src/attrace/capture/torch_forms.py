@@ -386,6 +386,8 @@ class Following:
     alive: Tensor
     sums: Tensor | None = None
     """(B, H, Q) logarithms of the sums that the softmax divided by, where the module has sinks."""
+    compared: bool = False
+    """Whether its rows were compared with others', as tokens are."""
 
     def within(self, view: Tensor) -> Axes | None:
         return axes_within(self.layout, view)

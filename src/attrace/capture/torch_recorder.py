@@ -492,8 +492,8 @@ class Recorder(TorchDispatchMode):
                 read = "written to before it met its values"
             elif twice:
                 read = "multiplied with a map"
-            elif inner := self._followed.get(storage_of(other)):  # linear attention: over channels, twice
-                self._settle(inner, "channels")
+            elif (inner := self._followed.get(storage_of(other))) and not inner.compared:
+                self._settle(inner, "channels")  # linear attention: over channels, twice
                 self._trace.beside.setdefault(softmax.caller.name, ("channels", shape))
                 return
             else:
@@ -563,7 +563,8 @@ class Recorder(TorchDispatchMode):
         if call.unclear or call.beside or len(lead) != 2 or lead != (batch, call.caller.heads) or len(given) != 3:
             return False
         ordered = batch == 1 or lead[0] != lead[1]
-        return ordered and given[:2] == (batch, call.queries) and (call.queries != width or lead[1] == 1)
+        others = (width, lead[1]) if lead[1] > 1 else ()  # sizes that could be taken for the tokens'
+        return ordered and given[:2] == (batch, call.queries) and call.queries not in others
 
     def _begin(self, call: CallByAxes, *, follows: bool) -> None:
         """Record a call, unless it is not among tokens; one that is followed may prove to be another."""
@@ -610,10 +611,22 @@ class Recorder(TorchDispatchMode):
                 axes = None if known is None else known.within(given)
                 if known is not None and axes is not None:
                     self._tells(known, axes[axis], projects=part in ("linear", "seen"))
-            inner = self._followed.get(storage_of(args[-1])) if part == "product" else None
-            axes = None if inner is None else inner.within(args[-1])
-            if inner is not None and axes is not None and any(p.axis == len(inner.call.lead) for p in axes[-2]):
-                self._settle(inner, "channels")  # values of another product, which sums over its rows
+            if part == "product":
+                self._watch_product(args)
+
+    def _watch_product(self, args: tuple[Any, ...]) -> None:
+        """Rows that are summed over by weights of their own are channels; those that are compared are tokens."""
+        if any(storage_of(arg) in self._pending for arg in args[-2:]):
+            return  # told with the softmax
+        for at, axis in ((-2, -1), (-1, -2)):
+            found = self._followed.get(storage_of(args[at]))
+            axes = None if found is None else found.within(args[at])
+            if found is None or axes is None:
+                continue
+            if not any(p.axis == len(found.call.lead) for p in axes[axis]):
+                found.compared = True
+            elif at == -1 and not found.compared:
+                self._settle(found, "channels")
 
     def _watch_joined(self, args: tuple[Any, ...], out: Tensor) -> None:
         parts: list[Tensor] = list(args[0])

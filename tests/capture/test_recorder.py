@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
@@ -282,3 +283,245 @@ def test_modules_are_found_as_torch_finds_them() -> None:
     model = nn.ModuleDict({"a": nn.Sequential(shared, nn.Identity()), "b": shared, "c": nn.ModuleList([shared[0]])})
     model["a"].register_module("none", None)
     assert list(modules_of(model).items()) == list(model.named_modules())
+
+
+# Inference mode: tensors that don't count how often they are written to
+
+IN_PLACE: dict[str, Callable[[Tensor], object]] = {
+    "masked": lambda a: a.masked_fill_(torch.eye(5, dtype=torch.bool), 0.0),
+    "set": lambda a: a[..., 0].fill_(0.0),
+    "copied into": lambda a: a.copy_(a.softmax(-1)),
+    "by index": lambda a: a.index_fill_(-1, torch.tensor([1]), 0.0),
+    "divided": lambda a: a.div_(2.0),
+    "into its own storage": lambda a: torch.mul(a, 2.0, out=a),
+}
+
+
+@pytest.mark.parametrize("change", IN_PLACE)
+@pytest.mark.parametrize("copied", [False, True], ids=["itself", "a copy"])
+def test_a_map_written_to_before_its_values_is_read_so_or_refused(change: str, *, copied: bool) -> None:
+    def changed(a: Tensor) -> Tensor:
+        a = a.clone() if copied else a
+        IN_PLACE[change](a)
+        return a
+
+    x = torch.randn(1, 2, 5, 8)
+    for mode in (torch.inference_mode, torch.no_grad):
+        with mode():
+            model = Custom(changed)
+            expected = model(x)
+            if change == "masked":
+                torch.testing.assert_close(attrace.trace(model, x).ops[0].weights() @ x, expected)
+            else:
+                with pytest.raises(CaptureError, match="written to"):
+                    attrace.trace(model, x)
+
+
+def test_in_inference_mode_what_was_recorded_stays_whatever_the_model_writes() -> None:
+    class Reused(nn.Module):
+        def __init__(self, *, fused: bool) -> None:
+            super().__init__()
+            self.fused = fused
+
+        def forward(self, x: Tensor) -> Tensor:
+            key = x.clone()
+            if self.fused:
+                out = F.scaled_dot_product_attention(x, key, x)
+            else:
+                weights = (x @ key.mT * 8**-0.5).softmax(-1)
+                out = weights @ x
+                weights.zero_()
+            key.zero_()
+            return out
+
+    x = torch.randn(1, 2, 5, 8)
+    for fused in (True, False):
+        with torch.inference_mode():
+            trace = attrace.trace(Reused(fused=fused), x)
+            torch.testing.assert_close(trace.ops[0].weights(), (x @ x.mT * 8**-0.5).softmax(-1))
+
+
+# Recordings that end in an order of their own
+
+
+def test_recordings_that_end_out_of_order_take_away_their_own_mode() -> None:
+    from leftovers import leftovers
+
+    model, other = tiny.model("bert"), tiny.model("bert")
+    inputs = tiny.inputs()
+    before = [leftovers(model), leftovers(other)]
+    first, second = attrace.record(model), attrace.record(other)
+    one, two = first.__enter__(), second.__enter__()
+    first.__exit__(None, None, None)
+    with torch.no_grad():
+        model(**inputs)
+        other(**inputs)
+    second.__exit__(None, None, None)
+    assert [len(one.ops), len(two.ops)] == [0, 2]
+    assert [leftovers(model), leftovers(other)] == before
+
+    def run() -> Iterator[attrace.Trace]:
+        with attrace.record(model) as trace:
+            yield trace
+            model(**inputs)
+            yield trace
+
+    runs = [run(), run(), run()]
+    traces = [next(r) for r in runs]
+    for r in runs:
+        next(r)
+    for r in (runs[1], runs[0], runs[2]):
+        r.close()
+    assert [len(t.ops) for t in traces] == [6, 6, 6]  # each was open while all three ran
+    assert leftovers(model) == before[0]
+
+
+def test_threads_that_leave_in_the_order_they_came_leave_torch_able_to_compile() -> None:
+    from leftovers import leftovers
+
+    model = tiny.model("bert")
+    before = leftovers(model)
+    steps = [threading.Event() for _ in range(3)]
+
+    def first() -> None:
+        with attrace.record(model):
+            steps[0].set()
+            steps[1].wait(30)
+        steps[2].set()
+
+    def second() -> None:
+        steps[0].wait(30)
+        with attrace.record(model):
+            steps[1].set()
+            steps[2].wait(30)
+
+    threads = [threading.Thread(target=run) for run in (first, second)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert all(step.is_set() for step in steps)
+    assert leftovers(model) == before
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_scripted_code_is_refused_as_a_model_and_told_of_as_a_part() -> None:
+    class Attends(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.query, self.key, self.value = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.softmax(self.query(x) @ self.key(x).transpose(1, 2), -1) @ self.value(x)
+
+    x = torch.randn(1, 5, 8)
+    for made in (torch.jit.trace(Attends(), x), torch.jit.script(Attends())):
+        with pytest.raises(CaptureError, match=r"traced or scripted code.*Give the module that it was made from"):
+            attrace.trace(made, x)
+    feed = torch.jit.script(nn.Sequential(nn.Linear(8, 8), nn.GELU()))
+    own = nn.Sequential(Attends(), feed)
+    trace = attrace.trace(own, x)
+    torch.testing.assert_close(trace.ops[0].weights()[0, 0] @ own[0].value(x)[0], own[0](x)[0])
+
+
+# Rows with nothing to attend to, and the rounding of half precision
+
+
+@pytest.mark.parametrize("low", [torch.finfo(torch.float32).min, -1e9, -65504.0])
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_row_masked_by_a_low_number_is_zero(low: float, *, fused: bool) -> None:
+    class Masked(nn.Module):
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            if fused:
+                return F.scaled_dot_product_attention(x, x, x, attn_mask=mask)
+            return (x @ x.mT * 8**-0.5 + mask).softmax(-1) @ x
+
+    x, mask = torch.randn(2, 3, 5, 8), torch.zeros(2, 1, 5, 5)
+    mask[1, :, 2] = low
+    mask[0, :, :, 4] = low
+    weights = attrace.trace(Masked(), x, mask).ops[0].weights()
+    expected = (x @ x.mT * 8**-0.5 + mask).softmax(-1)
+    expected[1, :, 2] = 0
+    torch.testing.assert_close(weights, expected)
+
+
+def test_large_scores_alone_are_no_mask() -> None:
+    class Large(nn.Module):
+        def forward(self, x: Tensor, key: Tensor) -> Tensor:
+            return (x @ key.mT).softmax(-1) @ x
+
+    x = torch.ones(1, 2, 5, 8)
+    key = -torch.linspace(1e4, 2e4, 5)[:, None].expand(1, 2, 5, 8)
+    torch.testing.assert_close(
+        attrace.trace(Large(), x, key).ops[0].weights(), torch.eye(5)[0].expand(1, 2, 5, 5), rtol=0, atol=1e-6
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_rows_of_a_softmax_in_half_precision_sum_to_one(dtype: torch.dtype) -> None:
+    x = torch.randn(2, 3, 300, 8, dtype=dtype)
+    weights = attrace.trace(Custom(lambda a: a), x).ops[0].weights()
+    own = (x @ x.mT).softmax(-1)
+    torch.testing.assert_close(weights.sum(-1), torch.ones(2, 3, 300), rtol=0, atol=1e-6)
+    torch.testing.assert_close(weights, own.float(), rtol=2e-2, atol=0)
+    halved = attrace.trace(Custom(lambda a: a * 0.5), x).ops[0].weights()
+    torch.testing.assert_close(halved, own.float() / 2)
+
+
+def test_layers_that_expand_one_mask_share_it() -> None:
+    class Layers(nn.Module):
+        def forward(self, x: Tensor, seen: Tensor) -> Tensor:
+            for _ in range(3):
+                x = F.scaled_dot_product_attention(x, x, x, attn_mask=seen)
+            return F.scaled_dot_product_attention(x, x, x, attn_mask=seen.roll(1, -1))
+
+    length = 300
+    x = torch.randn(1, 2, length, 8)
+    seen = torch.rand(1, 1, length, length) < 0.5
+    trace = attrace.trace(Layers(), x, seen)
+    biases = [op.bias.untyped_storage().data_ptr() for op in trace.ops]
+    assert biases[0] == biases[1] == biases[2] != biases[3]
+    for op, mask in zip(trace.ops, [seen, seen, seen, seen.roll(1, -1)], strict=True):
+        scores = (op.query @ op.key.mT * 8**-0.5).masked_fill(~mask, -torch.inf)
+        torch.testing.assert_close(op.weights(), scores.softmax(-1))
+
+
+# Sizes that could be taken for one another
+
+
+SAME_SIZES = [(2, 4, 8, 8), (1, 8, 8, 8), (4, 2, 8, 8), (8, 1, 8, 8)]
+
+
+@pytest.mark.parametrize(("batch", "heads", "length", "width"), SAME_SIZES)
+@pytest.mark.parametrize("training", [False, True])
+def test_sequence_first_attention_whose_sizes_are_all_the_same(
+    batch: int, heads: int, length: int, width: int, *, training: bool
+) -> None:
+    layer = nn.MultiheadAttention(width, heads, batch_first=False).train(training)
+    x = torch.randn(length, batch, width)
+    trace = attrace.trace(layer, x, x, x, need_weights=False)
+    expected = layer(x, x, x, average_attn_weights=False)[1]
+    torch.testing.assert_close(trace.ops[0].weights(), expected)
+
+
+@pytest.mark.parametrize(("batch", "width", "length"), [(2, 8, 5), (2, 8, 8), (1, 8, 8), (8, 8, 8)])
+@pytest.mark.parametrize("fused", [False, True])
+def test_channels_first_with_one_head(batch: int, width: int, length: int, *, fused: bool) -> None:
+    """As in self-attention GANs: projections are convolutions, (B, C, N)."""
+
+    class ChannelsFirst(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.query, self.key, self.value = (nn.Conv1d(width, width, 1) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            q, k, v = self.query(x), self.key(x), self.value(x)
+            if fused:
+                return F.scaled_dot_product_attention(q.mT[:, None], k.mT[:, None], v.mT[:, None], scale=1.0)[:, 0].mT
+            return v @ (q.mT @ k).softmax(-1).mT
+
+    model, x = ChannelsFirst(), torch.randn(batch, width, length)
+    trace = attrace.trace(model, x)
+    weights = trace.ops[0].weights()
+    torch.testing.assert_close(weights[:, 0], (model.query(x).mT @ model.key(x)).softmax(-1))
+    torch.testing.assert_close(weights[:, 0] @ model.value(x).mT, trace.output.mT)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as module_globals
 from torch.overrides import _get_current_function_mode_stack
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack, is_in_torch_dispatch_mode
 
 
 def leftovers(model: nn.Module) -> list[object]:
@@ -23,6 +23,7 @@ def leftovers(model: nn.Module) -> list[object]:
         bool(module_globals._has_any_global_hook()),
         len(_get_current_dispatch_mode_stack()),
         len(_get_current_function_mode_stack()),
+        is_in_torch_dispatch_mode(),  # for the whole process: torch compiles nothing then
         [(len(m._forward_hooks), len(m._forward_pre_hooks), len(m._backward_hooks)) for m in model.modules()],
         [m.training for m in model.modules()],
         [sorted(vars(m)) for m in model.modules()],

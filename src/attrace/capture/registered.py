@@ -11,7 +11,7 @@ from torch import Tensor
 
 from attrace.capture.registry import RegisteredCall
 from attrace.capture.torch_ops import QueryKeyAttention
-from attrace.ops.attention.rows import score_rows
+from attrace.ops.attention.rows import empty_rows, score_rows
 from attrace.ops.namespace import without_autocast
 
 if TYPE_CHECKING:
@@ -139,9 +139,8 @@ class RegisteredAttention(QueryKeyAttention):
                     scores = scores + bias.to(scores.dtype)
             if self.visible is not None:
                 scores = scores.masked_fill(~self.visible.rows(rows), -torch.inf)
-            empty = (scores == -torch.inf).all(-1, keepdim=True)
             if self.sinks is None:
-                return scores.softmax(-1).masked_fill_(empty, 0.0)
+                return scores.softmax(-1).masked_fill_(empty_rows(scores), 0.0)
             sinks = self.sinks.to(scores.dtype).reshape(1, -1, 1, 1).expand(*scores.shape[:3], 1)
             return torch.cat([scores, sinks], dim=-1).softmax(-1)[..., :-1]
 

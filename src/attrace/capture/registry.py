@@ -12,20 +12,16 @@ import inspect
 import sys
 import threading
 from collections.abc import Callable, Iterator, MutableMapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-    _get_current_dispatch_mode_stack,
-    _pop_mode,
-    _push_mode,
-)
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from attrace.capture.modes import aside
 from attrace.errors import CaptureError
 
 PLAIN = ("sdpa", "eager", "paged|eager")
@@ -127,39 +123,11 @@ def is_sealed(function: Callable[..., Any]) -> bool:
     return str(getattr(function, "__module__", "")).partition(".")[0] == "transformers"
 
 
-@contextmanager
-def recorders_aside() -> Iterator[None]:
-    """Run without attrace's dispatch modes in this thread; others stay, in their order."""
+def recorders_aside() -> AbstractContextManager[None]:
+    """Run without attrace's dispatch modes in this thread."""
     from attrace.capture.torch_recorder import Recorder
 
-    left = []
-    while (stack := _stack()) and isinstance(stack[-1], Recorder):
-        recorder: Any = stack[-1]
-        recorder.__exit__(None, None, None)
-        left.append(recorder)
-    # Below modes of others the compiler stands still in any case: the stack alone is changed.
-    below = any(isinstance(mode, Recorder) for mode in stack)
-    if below:
-        _restack([mode for mode in stack if not isinstance(mode, Recorder)])
-    try:
-        yield
-    finally:
-        if below:
-            _restack(stack)
-        for mode in reversed(left):
-            mode.__enter__()
-
-
-def _stack() -> list[TorchDispatchMode]:
-    """The thread's dispatch modes, torch's own machinery left out."""
-    return [mode for mode in _get_current_dispatch_mode_stack() if getattr(mode, "_mode_key", None) is None]
-
-
-def _restack(modes: list[TorchDispatchMode]) -> None:
-    for _ in _stack():
-        _pop_mode()
-    for mode in modes:
-        _push_mode(mode)
+    return aside(Recorder)
 
 
 _LOCK = threading.Lock()

@@ -46,7 +46,8 @@ class Parts(dict[Any, str]):
     """What an operator is to the recorder; one that is met for the first time is looked at once."""
 
     def __missing__(self, func: Any) -> str:
-        self[func] = "external" if is_attention(func) else ""
+        writes = getattr(getattr(func, "_schema", None), "is_mutable", False)
+        self[func] = "external" if is_attention(func) else "write" if writes else ""
         return self[func]
 
 

@@ -44,6 +44,8 @@ class PendingSoftmax:
     is_log: bool = False
     sums: Tensor | None = None
     """The logarithm of each row's sum before it was divided by it, where the module has sinks."""
+    empty: Tensor | None = None
+    """Which rows had nothing to attend to, its keys' axis being one, where any had not."""
     storages: list[int] = field(default_factory=list)
     """Those that hold its weights."""
 
@@ -63,6 +65,8 @@ class Weights:
     alive: Tensor
     """Keeps the storage."""
     dropped: bool = False
+    changed: bool = False
+    """Whether the weights are not the softmax itself any more."""
     unclear: str = ""
 
     @classmethod
@@ -84,7 +88,7 @@ class Weights:
         if how == "changed":
             if self.dropped:
                 new.unclear = "changed after dropout"
-            new.weights, new.axes, new.version = result, axes, version_of(result)
+            new.weights, new.axes, new.version, new.changed = result, axes, version_of(result), True
         elif cut:
             if self.dropped:
                 new.unclear = "cut after dropout"
@@ -154,6 +158,10 @@ class Reading:
     """What the product's leading axis is made of, in pieces of `lead`."""
     row: Layout
     """The same for its axis of queries."""
+    empty: Tensor | None = None
+    """(*lead, Q, 1): rows with nothing to attend to."""
+    whole: bool = False
+    """Whether it is all of a softmax, unchanged: then its rows sum to one but for rounding."""
 
     @property
     def lead(self) -> tuple[int, ...]:
@@ -210,7 +218,14 @@ def read_axes(
     query, last = rows[-1:], len(groups)
     numbers.update(_numbered(last, query))
     map_ = in_order(weights, laid, [*groups, query, columns])
-    return Reading(map_, weights, version, _renamed(items, numbers), _renamed(rows, numbers))
+    empty = softmax.empty
+    if empty is not None:
+        own = list(axes_of_shape(shape))
+        own[keys] = ()
+        known = math.prod(p.size for group in [*groups, query] for p in group) == empty.numel()
+        empty = in_order(empty, tuple(own), [*groups, query, ()]) if known else None
+    unchanged = not found.changed and kept == shape[keys]
+    return Reading(map_, weights, version, _renamed(items, numbers), _renamed(rows, numbers), empty, unchanged)
 
 
 def _leading(shape: Sequence[int], keys: int, items: Layout, rows: Layout) -> list[Layout]:

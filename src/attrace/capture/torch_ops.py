@@ -252,6 +252,8 @@ class SoftmaxAttention(TorchAttention):
     """How often it had been written to when the model computed it."""
     factor: Tensor | None = field(default=None, kw_only=True, repr=False)
     """(B, H, Q): what the model multiplied each row's result with, where its sinks come after the values."""
+    rounded: bool = field(default=False, kw_only=True)
+    """Whether it is a softmax in half precision, whose rows sum to one only but for the rounding of each weight."""
 
     @property
     def device(self) -> torch.device:
@@ -271,6 +273,8 @@ class SoftmaxAttention(TorchAttention):
                 "since (dropout in place, for one). Put the model in evaluation mode, or use another backend."
             )
         weights = self.map.index_select(2, rows).to(self.dtype)
+        if self.rounded:
+            weights = weights / weights.sum(-1, keepdim=True).clamp_min(torch.finfo(self.map.dtype).tiny)
         return weights if self.factor is None else weights * self.factor.index_select(2, rows)[..., None]
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections import deque
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import lru_cache
@@ -24,6 +25,7 @@ from attrace.capture import observed, torch_external, torch_fastpath
 from attrace.capture.beside import beside_tokens
 from attrace.capture.callers import ANOTHER, Caller, caller_among, kind_of
 from attrace.capture.layouts import Axes, Layout, axes_of_shape, joined_within, laid_out, whole
+from attrace.capture.modes import enter, leave
 from attrace.capture.registered import RegistryObserver
 from attrace.capture.registry import in_use, refuse_flex, watching
 from attrace.capture.steps import Call, KeyStore, below_compiler, call_of, joins_cache
@@ -48,6 +50,7 @@ from attrace.capture.torch_layers import described, layers_without, modules_of, 
 from attrace.capture.torch_ops import QueryKeyAttention, SoftmaxAttention, TorchAttention, version_of
 from attrace.capture.trace import Trace
 from attrace.errors import CaptureError
+from attrace.ops.attention.rows import empty_rows
 
 aten = torch.ops.aten
 
@@ -93,6 +96,9 @@ BATCHED = (
 # Copies into another shape: a softmax that meets values after one of them is not followed, but not passed over either.
 REARRANGED = {aten.constant_pad_nd.default, aten.cat.default}
 PRODUCTS = {aten.bmm.default, aten.baddbmm.default}
+SHARED_BYTES = 1 << 18
+"""Masks and biases as large as this are looked for among those of the layers before."""
+MOST_BIASES = 4
 MOST_FOLLOWED = 32
 """Results of calls whose heads are not told yet."""
 # Operators that read channels: which of their arguments holds them, and along which axis.
@@ -146,6 +152,7 @@ class Recorder(TorchDispatchMode):
         self._pending: dict[int, Pending] = {}
         self._followed: dict[int, Following] = {}
         self._exponents: weakref.ref[Tensor] | None = None
+        self._biases: deque[tuple[Tensor, int]] = deque(maxlen=MOST_BIASES)
         self._noise: dict[int, Tensor] = {}
         """What dropout drew, by its storage."""
 
@@ -196,6 +203,7 @@ class Recorder(TorchDispatchMode):
             self._settle(next(iter(self._followed.values())), None)
         self._pending.clear()
         self._noise.clear()
+        self._biases.clear()
         self._exponents = None
 
     def _note_loose(self) -> None:
@@ -254,6 +262,9 @@ class Recorder(TorchDispatchMode):
             self._layer(func, args, kwargs)
         elif part == "nesting":
             self._layers.nest(args)
+        elif part == "write":
+            if self._pending:
+                self._written(func, args, kwargs)
         elif part == "exp":
             self._exp(args, out)
         elif self._pending or self._followed or self._exponents:
@@ -332,7 +343,7 @@ class Recorder(TorchDispatchMode):
             value=value.detach() if self._values else None,
             query=self._kept(query, packed=packed),
             key=self._kept(key, packed=packed),
-            bias=None if bias is None else self._kept(bias),
+            bias=None if bias is None else self._kept_bias(bias),
             is_causal=causal,
             scale=scale,
         )
@@ -348,11 +359,25 @@ class Recorder(TorchDispatchMode):
             self._follow_result(call, axes_of_shape(out.shape), out, width=value.shape[-1])
 
     def _kept(self, tensor: Tensor, *, packed: bool = False) -> Tensor:
-        """The tensor as it is now: compiled code takes its buffers again, what is packed would keep values alive."""
-        if not self._trace.precompiled and not packed:
+        """The tensor as it is now: compiled code takes its buffers again, what is packed would keep values alive.
+
+        Tensors of inference mode don't count how often they are written to, so that nothing would show it later.
+        """
+        if not (self._trace.precompiled or packed or tensor.is_inference()):
             return tensor.detach()
         once = tuple(slice(1) if stride == 0 else slice(None) for stride in tensor.stride())  # where it is expanded
         return tensor.detach()[once].clone().expand(tensor.shape)
+
+    def _kept_bias(self, bias: Tensor) -> Tensor:
+        """The same for a mask or bias, of which layers that make it anew from one mask share one."""
+        if bias.untyped_storage().nbytes() < SHARED_BYTES:
+            return self._kept(bias)
+        for kept, version in self._biases:
+            if version_of(kept) == version and kept.dtype == bias.dtype and torch.equal(kept, bias):
+                return kept
+        kept = self._kept(bias)
+        self._biases.append((kept, version_of(kept)))
+        return kept
 
     def _layer(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         caller = self._caller()
@@ -376,9 +401,14 @@ class Recorder(TorchDispatchMode):
             self._pending = {k: p for k, p in self._pending.items() if softmax_of(p).caller.name == caller.name}
         keys = args[1] % out.ndim
         with enable_reentrant_dispatch():  # so that detached tensors share their version counters
-            found = PendingSoftmax(self._kept(out), keys, caller, is_log)
-            if caller.sinks is not None:
-                found.sums = args[0].logsumexp(keys)
+            made = self._kept(out) if self._trace.precompiled else out.detach()
+            found = PendingSoftmax(made, keys, caller, is_log)
+        if caller.sinks is not None:
+            found.sums = args[0].logsumexp(keys)
+        else:
+            empty = empty_rows(args[0], keys)
+            if bool(empty.any()):  # but not where the model itself has NaN
+                found.empty = empty & ~out.narrow(keys, 0, 1).isnan()
         self._pend(found, Weights.of(found), out)
 
     def _pend(self, softmax: PendingSoftmax, weights: Weights | Lost | Weighted | None, tensor: Tensor) -> None:
@@ -393,7 +423,8 @@ class Recorder(TorchDispatchMode):
             softmax = found.softmax
             self._drop(softmax)
             with enable_reentrant_dispatch():
-                softmax = PendingSoftmax(self._kept(out), softmax.keys, softmax.caller, sums=softmax.sums)
+                made = self._kept(out) if self._trace.precompiled else out.detach()
+                softmax = PendingSoftmax(made, softmax.keys, softmax.caller, sums=softmax.sums, empty=softmax.empty)
             self._pend(softmax, Weights.of(softmax), out)
         elif out.ndim > 2:
             self._exponents = weakref.ref(out)
@@ -430,8 +461,7 @@ class Recorder(TorchDispatchMode):
         if func in REARRANGED:
             self._pend(softmax, Lost(softmax, "padded or joined", result), result)
         elif storage_of(result) == storage_of(arg):
-            if not result.is_inference():  # masked in place, which counts once this operator is done
-                found.version += 1
+            self._carry_in_place(found, arg, result)
         elif result.shape == arg.shape:
             how = "changed"
             if func in COPIES:
@@ -445,6 +475,33 @@ class Recorder(TorchDispatchMode):
             value = args[0] if arg is args[1] else args[1]
             if isinstance(value, Tensor):
                 self._pend(softmax, Weighted(found, arg, value, result), result)
+
+    def _carry_in_place(self, found: Weights, arg: Tensor, result: Tensor) -> None:
+        """Masked in place, which counts once this operator is done."""
+        counts = not result.is_inference()
+        if storage_of(found.weights) == storage_of(result):
+            found.version += counts
+            found.changed = True
+            return
+        softmax = found.softmax
+        with enable_reentrant_dispatch():
+            carried = found.carried(arg.detach(), result.detach(), how="changed")
+        if isinstance(carried, str) or arg.numel() != found.weights.numel():
+            self._pend(softmax, Lost(softmax, "written to in part", result), result)
+        else:
+            carried.version += counts
+            self._pend(softmax, carried, result)
+
+    def _written(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """An operator wrote to its arguments: a softmax among them is not what it was."""
+        for at, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is None or not argument.alias_info.is_write:
+                continue
+            tensor = args[at] if at < len(args) else kwargs.get(argument.name)
+            found = self._pending.get(storage_of(tensor)) if isinstance(tensor, Tensor) else None
+            if found is not None and isinstance(tensor, Tensor):
+                softmax = softmax_of(found)
+                self._pend(softmax, Lost(softmax, "written to", tensor), tensor)
 
     def _sum(self, args: tuple[Any, ...]) -> None:
         """A sum over the keys of values that a softmax weighed one by one."""
@@ -526,15 +583,20 @@ class Recorder(TorchDispatchMode):
         caller = softmax.caller
         batch = self._batch_of(softmax)
         heads, unclear = heads_among(read.lead, caller.heads, batch)
-        map_ = self._kept(read.map)
+        map_, source, version = self._kept(read.map), read.source, read.version
+        if read.empty is not None:
+            map_ = map_.masked_fill(read.empty, 0.0)
+        if storage_of(map_) != storage_of(source):  # a copy, whatever becomes of the model's own
+            source, version = map_, version_of(map_)
         op = SoftmaxAttention(
             name=caller.name,
             layer=0,
             kind="self",
             shape=(0, 0, 0, 0),
             map=map_,
-            source=read.source,
-            version=read.version,
+            source=source,
+            version=version,
+            rounded=read.whole and map_.dtype in (torch.float16, torch.bfloat16),
         )
         parts = {"map": map_, "value": read.value(value.detach()) if self._values else None}
         call = CallByAxes(op, caller, parts, heads, unclear)
@@ -757,6 +819,11 @@ def recording(model: nn.Module, *, values: bool = False, compiled: bool = True) 
     """
     if not isinstance(model, nn.Module):
         raise CaptureError(f"Expected a torch.nn.Module. Received: {type(model).__name__}.")
+    if isinstance(model, torch.jit.ScriptModule):
+        raise CaptureError(
+            f"Expected a module whose layers run as Python. Received: {type(model).__name__}, traced or scripted code, "
+            "which takes no hooks. Give the module that it was made from."
+        )
     from attrace.capture.torch_streams import default_stream, recorder_class
 
     trace = Trace(type(model).__name__, config=getattr(model, "config", None), main=default_stream(model))
@@ -779,6 +846,7 @@ def recording(model: nn.Module, *, values: bool = False, compiled: bool = True) 
             undo.callback(end.remove)
         undo.enter_context(watching(model, RegistryObserver(recorder)))
         refuse_flex(kind)
-        undo.enter_context(recorder)
+        enter(recorder)
+        undo.callback(leave, recorder)  # recordings kept in generators or in an ExitStack end in any order
         yield trace
     recorder.sum_up()

@@ -395,7 +395,7 @@ def _has_streams(model: nn.Module) -> bool:
         first = next((i for i, part in enumerate(parts) if part.isdigit()), None)
         if first is not None and first == len(parts) - 1 and next(module.children(), None) is not None:
             stacks.add(tuple(parts[:first]))
-        if CROSSING.search(parts[-1]) or any(LEARNED.search(own) for own in module._parameters):
+        if CROSSING.search(parts[-1]) or any(LEARNED.search(own) for own, _ in module._parameters.items()):
             return True
     return len(stacks) > 1 or _inputs(model) > 1
 

@@ -14,6 +14,12 @@ BLOCK_ELEMENTS = 1 << 21
 
 CHUNK = 128
 
+LOWEST = -3e4
+"""A row of scores that are all below this may be masked as a whole, if they are also the same ..."""
+
+EVEN = 1e-2
+"""... but for this share of them."""
+
 
 def working_dtype(dtype: torch.dtype) -> torch.dtype:
     """float64 stays; everything else is recomputed in float32."""
@@ -53,8 +59,23 @@ def _weight_rows(
         scores.masked_fill_(later, -torch.inf)
     weights = scores.softmax(-1)
     if bias is not None:  # only a mask can leave a row with nothing to attend to
-        weights.masked_fill_((scores == -torch.inf).all(-1, keepdim=True), 0.0)
+        weights.masked_fill_(empty_rows(scores), 0.0)
     return weights
+
+
+def empty_rows(scores: Tensor, keys: int = -1) -> Tensor:
+    """Rows with nothing to attend to: every key masked, by -inf or by a number so low that it leaves only itself.
+
+    Masks are added as -inf, as the lowest number of the model's type or as one like -1e9.  A softmax over nothing but
+    these gives NaN or an even row; what it means is no weight at all.  scores (..., T) -> (..., 1) booleans, or the
+    same with the keys along another axis.
+    """
+    top = scores.amax(keys, keepdim=True)
+    low = top <= LOWEST
+    if not bool(low.any()):
+        return low
+    even = top - scores.amin(keys, keepdim=True) <= -top * EVEN
+    return low & (even | (top <= torch.finfo(scores.dtype).min / 2))
 
 
 def score_rows(query: Tensor, key: Tensor, *, rows: Tensor | None, scale: float | None = None) -> Tensor:

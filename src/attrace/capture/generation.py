@@ -57,6 +57,7 @@ class AssembledAttention(TorchAttention):
     """(B, n), True at rows that no call computed."""
 
     def __post_init__(self) -> None:
+        self.missing = self.missing.to(self.device)
         self._any_missing = bool(self.missing.any())
         self._step_of = torch.full((self.shape[2],), -1, dtype=torch.long)
         for number, step in enumerate(self.steps):
@@ -92,14 +93,14 @@ class AssembledAttention(TorchAttention):
         """As for every operator; what stands at missing rows of x counts nothing, and is NaN in the product."""
         if not self._any_missing:
             return super().matvec(x, heads=heads)
-        gone = self.missing if x.ndim == 2 else self.missing[..., None]
+        gone = (self.missing if x.ndim == 2 else self.missing[..., None]).to(x.device)
         known = x.masked_fill(gone, 0.0) if self.kind == "self" else x
         return super().matvec(known, heads=heads).masked_fill(gone, torch.nan)
 
     def rmatvec(self, r: Tensor, *, heads: Heads = "mean") -> Tensor:
         """As for every operator; CaptureError where r has mass at a missing row."""
         if self._any_missing and r.shape[:2] == self.missing.shape:
-            lost = self.missing & (r != 0).reshape(*r.shape[:2], -1).any(-1)
+            lost = self.missing.to(r.device) & (r != 0).reshape(*r.shape[:2], -1).any(-1)
             if bool(lost.any()):
                 item, row = (int(i) for i in lost.nonzero()[0])
                 raise CaptureError(
@@ -125,8 +126,8 @@ class AssembledAttention(TorchAttention):
             local = rows[where] - step.start + step.skip
             found = self._on_tokens(step.op._rows(local), step.keys)
             if step.items is not None:
-                found = found.index_select(0, step.items.clamp(min=0))
-                found = found * (step.items >= 0)[:, None, None, None]
+                items = step.items.to(found.device)
+                found = found.index_select(0, items.clamp(min=0)) * (items >= 0)[:, None, None, None]
             whole[:, :, where, step.column : step.column + step.keys] = found[..., : keys - step.column]
         return whole
 

@@ -90,23 +90,23 @@ class TorchAttention(RecordedOp):
         check_fits(shape, self.dtype.itemsize, name=f"the map of {self.name}", advice=advice, free=free)
 
     def matvec(self, x: Tensor, *, heads: Heads = "mean") -> Tensor:
-        """Fused map times x: (B, T) -> (B, Q), or (B, T, M) -> (B, Q, M), in x's dtype."""
+        """Fused map times x: (B, T) -> (B, Q), or (B, T, M) -> (B, Q, M), in x's dtype and on its device."""
         columns = self._columns(x, self.shape[3], "keys")
         parts = [contract(fused, columns) for fused in self._fused_blocks(heads)]
-        product = self._sound(torch.cat(parts, dim=1)).to(x.dtype)
+        product = self._sound(torch.cat(parts, dim=1)).to(x)
         return product.squeeze(-1) if x.ndim == 2 else product
 
     def rmatvec(self, r: Tensor, *, heads: Heads = "mean") -> Tensor:
-        """Transposed fused map times r: (B, Q) -> (B, T), or (B, Q, M) -> (B, T, M), in r's dtype.
+        """Transposed fused map times r: (B, Q) -> (B, T), or (B, Q, M) -> (B, T, M), in r's dtype, on its device.
 
         Rows of r that are zero for the whole batch are not computed: one target costs one row of the top layer.
         """
         columns = self._columns(r, self.shape[2], "queries")
         few = self.shape[0] * self.heads * self.shape[2] * self.shape[3] <= FEW_CELLS
         if few and self.shape[2] <= CHUNK and isinstance(heads, str) and heads == "mean":
-            product = self._sound(mean_of_heads(columns, self._all_rows())).to(r.dtype)
+            product = self._sound(mean_of_heads(columns, self._all_rows())).to(r)
         else:
-            product = self._sound(self._sum_of_rows(columns, heads, few=few)).to(r.dtype)
+            product = self._sound(self._sum_of_rows(columns, heads, few=few)).to(r)
         return product.squeeze(1) if r.ndim == 2 else product.transpose(1, 2)
 
     def _sum_of_rows(self, columns: Tensor, heads: Heads, *, few: bool) -> Tensor:
@@ -160,7 +160,7 @@ class TorchAttention(RecordedOp):
             )
         if x.is_complex() or not x.is_floating_point():
             raise InputError(f"Expected a vector of floats. Received: {x.dtype}. Convert it with .float().")
-        return (x[..., None] if x.ndim == 2 else x).to(self.dtype)
+        return (x[..., None] if x.ndim == 2 else x).to(self.device, self.dtype)
 
     def _checked(self, rows: Tensor) -> Tensor:
         """(R,) -> (B, H, R, T); NonFiniteError where a weight is NaN."""

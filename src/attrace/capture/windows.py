@@ -194,12 +194,12 @@ class Merging(TorchAttention):
         """Means of the tokens that were merged: (B, T) -> (B, Q), or (B, T, M) -> (B, Q, M), in x's dtype."""
         self._columns(x, self.shape[3], "keys")
         parent, share = self._shares()
-        weighted = x * share.to(x.dtype).reshape(-1, *[1] * (x.ndim - 2))
+        weighted = x * share.to(x).reshape(-1, *[1] * (x.ndim - 2))
         made = x.new_zeros(x.shape[0], self.shape[2], *x.shape[2:])
-        return made.index_add(1, parent, weighted)
+        return made.index_add(1, parent.to(x.device), weighted)
 
     def rmatvec(self, r: Tensor, *, heads: Heads = "mean") -> Tensor:
         """Each merged token's mass spread over its tokens: (B, Q) -> (B, T), or (B, Q, M) -> (B, T, M)."""
         self._columns(r, self.shape[2], "queries")
         parent, share = self._shares()
-        return r.index_select(1, parent) * share.to(r.dtype).reshape(-1, *[1] * (r.ndim - 2))
+        return r.index_select(1, parent.to(r.device)) * share.to(r).reshape(-1, *[1] * (r.ndim - 2))

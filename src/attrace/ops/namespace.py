@@ -131,7 +131,7 @@ class Framework:
         if self.name == "torch":
             from attrace.ops.attention.rows import contract
 
-            return contract(fused, x.to(fused.dtype)).to(x.dtype)
+            return contract(fused, x.to(fused)).to(x)
         return self.matmul(self.xp.astype(fused, x.dtype), x)
 
     def to_numpy(self, x: Any) -> Any:

@@ -116,8 +116,9 @@ class Layer:
 
 def _real(valid: Array | None, item: int, like: Array) -> Array:
     """Positions of one item's real tokens; `like` is (n,)."""
-    xp = _framework(like).xp
-    return xp.nonzero(xp.ones_like(like) > 0 if valid is None else valid[item])[0]
+    framework = _framework(like)
+    flags = framework.xp.ones_like(like) > 0 if valid is None else framework.follow(valid[item], like)
+    return framework.xp.nonzero(flags)[0]
 
 
 def is_pooling(op: AttentionOp) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields, replace
 from importlib.metadata import PackageNotFoundError, version
@@ -173,19 +173,19 @@ def explain(
 def _options(method: str, heads: Heads, residual: float, discard: float, layers: Sequence[int] | None) -> Options:
     """The options in plain form.  What depends on the model (its layers, its heads) is checked against it later."""
     from attrace.methods.registry import method as find
-    from attrace.ops.rollout.checks import check_discard, check_residual
+    from attrace.ops.rollout.checks import check_discard, check_integers, check_residual
 
     if method != "auto":
         find(method)
-    if hasattr(heads, "__index__"):
+    if not isinstance(heads, str | bool) and isinstance(heads, Iterable):
+        heads = heads if isinstance(heads, dict | set) else tuple(heads)
+    elif not isinstance(heads, bool) and hasattr(heads, "__index__"):
         heads = operator.index(heads)
-    elif not isinstance(heads, str):
-        heads = tuple(float(weight) for weight in heads)
     return Options(
         heads=heads,
         residual=check_residual(residual),
         discard=check_discard(discard),
-        layers=None if layers is None else tuple(operator.index(layer) for layer in layers),
+        layers=None if layers is None else tuple(check_integers("layers", layers)),
     )
 
 
@@ -369,12 +369,12 @@ def _join(
 
 
 def _settings(subject: AnySubject, options: Options, method: str, seed: int) -> dict[str, Any]:
-    from attrace.capture.trace import layer_indices
+    from attrace.capture.questions import check_layers
     from attrace.methods.registry import method as find
 
     used, ran_on = find(method).uses, dict(subject.settings)
     packages = ran_on.pop("packages")
-    layers = layer_indices(options.layers, len(subject.trace.ops))
+    layers = check_layers(options.layers, len(subject.trace.ops))
     if method == "last-layer":
         layers = layers[-1:]
     heads = options.heads if isinstance(options.heads, str | int) else [float(w) for w in options.heads]

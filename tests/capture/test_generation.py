@@ -73,7 +73,7 @@ def test_a_prompt_of_four_and_three_new_tokens() -> None:
         trace.rollout(target=6)
     with pytest.raises(InputError, match="the last token of the generation"):
         whole.rollout(source=6)
-    with pytest.raises(InputError, match="query rows from 0 to 5"):
+    with pytest.raises(InputError, match=r"query rows of .* from 0 to 5"):
         whole.ops[0].weights([6])
     torch.testing.assert_close(whole.ops[1].weights([-1, 2]), whole.ops[1].weights()[:, :, [-1, 2]])
     one, _ = generated(model, tiny.inputs(), do_sample=False, max_new_tokens=1)

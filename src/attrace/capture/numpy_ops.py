@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from attrace.capture.recorded import RecordedOp
+from attrace.capture.recorded import RecordedOp, check_rows
 from attrace.errors import InputError, NonFiniteError, ShapeError
 from attrace.ops.attention.numpy_rows import Rows, blocks
 from attrace.ops.heads import check_heads, fuse_heads
@@ -41,13 +41,8 @@ class NumpyAttention(RecordedOp):
         where the model has a sink.  A row out of range is an InputError; NaN is a NonFiniteError that names layer
         and row.
         """
-        length = self.shape[2]
-        index = np.arange(length) if rows is None else np.atleast_1d(np.asarray(rows))
-        if index.ndim != 1 or (len(index) and index.dtype.kind not in "iu"):
-            raise InputError(f"Expected query rows as integers. Received: {rows!r}.")
-        if len(index) and not (-length <= index.min() and index.max() < length):
-            raise InputError(f"Expected query rows from 0 to {length - 1} of {self.name}. Received: {rows!r}.")
-        return self._checked(index.astype(np.intp) % length)
+        wanted = range(self.shape[2]) if rows is None else check_rows(rows, self)
+        return self._checked(np.asarray(wanted, dtype=np.intp))
 
     def matvec(self, x: Array, *, heads: Heads = "mean") -> NDArray[Any]:
         """Fused map times x: (B, T) -> (B, Q), or (B, T, M) -> (B, Q, M), in x's dtype."""

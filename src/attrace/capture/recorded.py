@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from attrace.ops.namespace import Name
+from attrace.ops.rollout.checks import check_positions
 from attrace.types import Heads
 
 
@@ -61,3 +62,9 @@ class RecordedOp:
 
     def fused(self, heads: Heads = "mean") -> Any:
         raise NotImplementedError
+
+
+def check_rows(rows: Any, op: RecordedOp) -> list[int]:
+    """Query rows that are asked for, as indices from 0; InputError where there are none of that number."""
+    wanted = rows.tolist() if hasattr(rows, "tolist") else rows
+    return check_positions(f"query rows of {op.name}", wanted, op.shape[2])[0]

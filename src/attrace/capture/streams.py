@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
+from attrace.capture.questions import Ask, Start
 from attrace.errors import CaptureError, InputError
 from attrace.ops.rollout.streamed import Mixing
 from attrace.ops.rollout.streams import Attend, StreamGraph, in_order, joined_by, source_shares, target_shares
@@ -14,10 +15,6 @@ from attrace.types import Array
 if TYPE_CHECKING:
     from attrace.capture.recorded import RecordedOp
     from attrace.capture.trace import Trace
-
-Ask = Literal["target", "source", "segments", "map"]
-Start = tuple[Array, Ask, bool]
-"""The vectors to start from, (B, n, M), which question they ask, and whether M is to be dropped."""
 
 
 @dataclass(frozen=True)

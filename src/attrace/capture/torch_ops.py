@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from attrace.capture.memory import check_fits
-from attrace.capture.recorded import RecordedOp
+from attrace.capture.recorded import RecordedOp, check_rows
 from attrace.errors import CaptureError, InputError, NonFiniteError, ShapeError
 from attrace.ops.attention.rows import CHUNK, blocks, contract, mean_of_heads, weight_rows, working_dtype
 from attrace.ops.heads import CheckedHeads, check_heads, fuse_heads
@@ -71,19 +71,15 @@ class TorchAttention(RecordedOp):
         InputError; NaN is a NonFiniteError that names layer and row; a map larger than half of the available memory
         is a MemoryLimitError, and some of its rows can be asked for instead.
         """
-        length = self.shape[2]
-        if rows is None:
-            index = torch.arange(length, device=self.device)
-        else:
-            index = torch.atleast_1d(torch.as_tensor(rows, device=self.device))
-            if index.ndim != 1 or index.dtype.is_floating_point or index.dtype == torch.bool:
-                raise InputError(f"Expected query rows as integers. Received: {rows!r}.")
-            if len(index) and (int(index.min()) < -length or int(index.max()) >= length):
-                raise InputError(f"Expected query rows from 0 to {length - 1} of {self.name}. Received: {rows!r}.")
-            index = index % length
+        index = self._row_numbers(rows)
         batch, heads, _, keys = self.shape
         self._fits((batch, heads, len(index), keys), "Ask for some of its rows at a time: weights(rows=...).")
         return self._checked(index)
+
+    def _row_numbers(self, rows: int | Sequence[int] | Tensor | None) -> Tensor:
+        if rows is None:
+            return torch.arange(self.shape[2], device=self.device)
+        return torch.tensor(check_rows(rows, self), device=self.device)
 
     def _fits(self, shape: tuple[int, ...], advice: str) -> None:
         free = torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else None
@@ -153,6 +149,10 @@ class TorchAttention(RecordedOp):
         return product
 
     def _columns(self, x: Tensor, length: int, side: str) -> Tensor:
+        if not isinstance(x, Tensor):
+            raise InputError(
+                f"Expected a vector as a PyTorch tensor. Received: {type(x).__name__}. Use torch.as_tensor."
+            )
         if x.ndim not in (2, 3) or x.shape[0] != self.shape[0] or x.shape[1] != length:
             raise ShapeError(
                 f"Expected (B, n) or (B, n, M) with B={self.shape[0]} and n={length}, the {side} of {self.name}. "

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-from attrace.capture.memory import check_fits
+from attrace.capture.questions import Question, Start, check_item, check_layers, check_one, starting_vectors
 from attrace.capture.recorded import RecordedOp
-from attrace.errors import CaptureError, InputError, ShapeError
+from attrace.capture.streams import rollout_over_streams, streams_of
+from attrace.errors import CaptureError, InputError
 from attrace.ops.heads import check_heads
-from attrace.ops.namespace import dtype_name, framework, framework_of
+from attrace.ops.namespace import framework
 from attrace.ops.rollout.checks import (
     check_discard,
-    check_index,
-    check_positions,
     check_residual,
+    check_switch,
     check_tolerance,
 )
 from attrace.ops.rollout.streamed import Mixing, Scaling, is_pooling, source_columns, target_rows
@@ -25,9 +25,6 @@ from attrace.types import Array, Heads
 if TYPE_CHECKING:
     from attrace.capture.geometry import Geometry
 
-Question = int | Sequence[int] | tuple[str, int | Sequence[int]]
-"""Token positions, of one stream where its name comes first."""
-FLOATS = ("float16", "bfloat16", "float32", "float64")
 DROPOUT = (
     "The model is in training mode: dropout was on, the output was drawn at random. The weights are those before "
     "dropout. Set it to inference (model.eval(), training=False) for its true answer."
@@ -224,6 +221,7 @@ class Trace:
         layers: Sequence[int] | None = None,
         normalize: bool | None = None,
         tolerance: float = 0.0,
+        item: int | None = None,
     ) -> Array | dict[str, Array]:
         """Rollout of the recorded layers, streamed over blocks of rows (Abnar and Zuidema 2020, sec. 4).
 
@@ -245,6 +243,8 @@ class Trace:
         a sum it is set back.  `tolerance` is the mass that may be dropped on the way to a target row; where the
         model has no sinks the result falls short of one by what was dropped, which is its L1 error exactly.
 
+        `item` is one item of the batch, by its index: the answer is then its own, without the axis B.
+
         Raises InputError for an option out of range, CaptureError where the layers do not form one chain,
         MemoryLimitError for a whole map larger than half of the available memory.
         """
@@ -252,81 +252,48 @@ class Trace:
         if whole is not self:
             return whole.rollout(
                 target=target, source=source, segments=segments, residual=residual, heads=heads, discard=discard,
-                layers=layers, normalize=normalize, tolerance=tolerance,
+                layers=layers, normalize=normalize, tolerance=tolerance, item=item,
             )  # fmt: skip
+        check_one(target, source, segments)
         ops = self._chosen(layers)
         over_grids = self._over_grids(ops)
         ops = ops if over_grids is None else over_grids
-        residual, discard, tolerance = (
-            check_residual(residual),
-            check_discard(discard),
-            check_tolerance(tolerance),
-        )
-        if sum(q is not None for q in (target, source, segments)) > 1:
-            raise InputError("Expected one of target, source and segments. Received: more than one. Ask one by one.")
-        for op in ops:
-            if not is_pooling(op):
-                check_heads(heads, op.heads)
-        changed = discard > 0 or heads in ("max", "min")
-        scaling: Scaling = "own" if changed else "none"
-        if normalize is not None:
-            scaling = "one" if normalize else "none"
-        mixing = Mixing(heads, residual, scaling, discard, self.valid, self.valid)
-        if over_grids is None and not self._is_chain():
-            from attrace.capture.streams import rollout_over_streams
+        mixing = self._mixing(ops, heads, residual, discard, normalize)
+        tolerance = check_tolerance(tolerance)
 
-            mixing = replace(mixing, valid=None, valid_keys=None)
+        def start_of(op: RecordedOp, n: int, *asked: Any) -> Start:
+            if item is not None:
+                check_item(item, op.shape[0])
+            return starting_vectors(op, n, *asked, generated=self.generated)
+
+        if over_grids is None and not self._is_chain():
             answers, ask, single = rollout_over_streams(
-                self, ops, mixing, self._question, target=target, source=source, segments=segments, tolerance=tolerance
-            )
-            found = {name: _finished(answer, ops[-1], ask, single) for name, answer in answers.items()}
+                self, ops, replace(mixing, valid=None, valid_keys=None), start_of,
+                target=target, source=source, segments=segments, tolerance=tolerance,
+            )  # fmt: skip
+            found = {name: _finished(answer, ops[-1], ask, single, item) for name, answer in answers.items()}
             return next(iter(found.values())) if len(self.streams) == 1 else found
         asked_of, n = (ops[0], ops[0].shape[3]) if target is None else (ops[-1], ops[-1].shape[2])
-        start, ask, single = self._question(
-            asked_of, n, *(self._of_only_stream(asked) for asked in (target, source, segments))
-        )
+        start, ask, single = start_of(asked_of, n, *map(self._of_only_stream, (target, source, segments)))
         if ask == "target":
             answer = target_rows(ops, start, mixing, tolerance=tolerance)
         else:
             answer = source_columns(ops, start, mixing)
-        return _finished(answer, ops[-1], ask, single)
+        return _finished(answer, ops[-1], ask, single, item)
 
-    def _question(
-        self, op: RecordedOp, n: int, target: Any, source: Any, segments: Any
-    ) -> tuple[Array, Literal["target", "source", "segments", "map"], bool]:
-        """The vectors to start from, (B, n, M), which question they ask, and whether M is to be dropped.
-
-        `op` reads the stream that is asked about, of n tokens.  What is carried from layer to layer is float64 where
-        the device has it, for vectors; a whole map is float32.
-        """
-        batch = op.shape[0]
-        arrays = framework(op.vectors)
-        wide = arrays.double(op.device)
-
-        def ones_at(places: Sequence[Any]) -> Array:
-            start = arrays.xp.zeros((batch, n, len(places)), dtype=wide, device=op.device)
-            for column, place in enumerate(places):
-                start[:, place, column] = 1.0
-            return start
-
-        if target is None and source is None and segments is None:
-            advice = "Ask for rows of it: rollout(target=...)."
-            check_fits((batch, n, n), 4, name="a whole rollout", advice=advice)
-            eye = arrays.xp.eye(n, dtype=op.dtype, device=op.device)
-            return arrays.xp.broadcast_to(eye, (batch, n, n)), "map", False
-        if segments is not None:
-            return ones_at(_slices(segments, n)), "segments", False
-        if getattr(target, "ndim", 0) and framework_of(target) and dtype_name(target) in FLOATS:
-            row = _start_row(arrays.convert(target, wide, op.device), batch, n)
-            return arrays.xp.broadcast_to(row, (batch, n))[..., None], "target", True
-        ask: Literal["target", "source"] = "target" if source is None else "source"
-        if self.generated and n in (target, source):
-            raise InputError(
-                f"Expected {ask} from {-n} to {n - 1}. Received: {n}, the last token of the generation: the model was "
-                f"never given it. Row {n - 1} is the one that predicted it."
-            )
-        at, single = check_positions(ask, target if source is None else source, n)
-        return ones_at(at), ask, single
+    def _mixing(
+        self, ops: Sequence[RecordedOp], heads: Heads, residual: float, discard: float, normalize: bool | None
+    ) -> Mixing:
+        """How each layer becomes a matrix, checked against the chosen calls."""
+        residual, discard = check_residual(residual), check_discard(discard)
+        for op in ops:
+            if not is_pooling(op):
+                check_heads(heads, op.heads)
+        changed = discard > 0 or (isinstance(heads, str) and heads != "mean")
+        scaling: Scaling = "own" if changed else "none"
+        if normalize is not None:
+            scaling = "one" if check_switch("normalize", normalize) else "none"
+        return Mixing(heads, residual, scaling, discard, self.valid, self.valid)
 
     def assembled(self, output: Any = None) -> Trace:
         """The calls of one `generate()` as one run: one operator per layer, (B, H, n, n), n the tokens it was given.
@@ -370,8 +337,6 @@ class Trace:
     @property
     def streams(self) -> dict[str, int]:
         """The token streams that attention reads, by name, with the number of tokens of each."""
-        from attrace.capture.streams import streams_of
-
         self.check()
         lengths = streams_of(self).lengths()
         if self.seen is not None and self.seen.windows and len(lengths) == 1 and (levels := self.geometry.levels):
@@ -384,7 +349,7 @@ class Trace:
             raise CaptureError(
                 f"Expected one call of {self.model} in the trace. Received: {len(self.starts)}. Trace each call alone."
             )
-        return [self.ops[i] for i in layer_indices(layers, len(self.ops))]
+        return [self.ops[i] for i in check_layers(layers, len(self.ops))]
 
     def _over_grids(self, ops: Sequence[RecordedOp]) -> list[RecordedOp] | None:
         """The chosen calls over whole grids of patches, with the mergings between; None where they are so already."""
@@ -420,12 +385,14 @@ class Trace:
         return question
 
 
-def _finished(answer: Array, op: RecordedOp, ask: str, single: bool) -> Array:
+def _finished(answer: Array, op: RecordedOp, ask: str, single: bool, item: int | None) -> Array:
     """Vectors (B, n, M) in the form that was asked for."""
     answer = framework(op.vectors).xp.astype(answer, op.dtype, copy=False)
     if single:
-        return answer[..., 0]
-    return answer.swapaxes(1, 2) if ask in ("target", "source") else answer
+        answer = answer[..., 0]
+    elif ask in ("target", "source"):
+        answer = answer.swapaxes(1, 2)
+    return answer if item is None else answer[check_item(item, answer.shape[0])]
 
 
 def _listed(names: Iterable[str]) -> str:
@@ -433,30 +400,3 @@ def _listed(names: Iterable[str]) -> str:
     named = list(names)
     more = len(named) - 3
     return ", ".join(named[:3]) + (f" and {more} more" if more > 0 else "")
-
-
-def layer_indices(layers: Sequence[int] | None, count: int) -> list[int]:
-    """Layer numbers, negative ones from the end, in forward order; InputError where one does not exist."""
-    if layers is None:
-        return list(range(count))
-    chosen = {check_index("layers", layer, count, f"the model has {count} layers") for layer in layers}
-    if not chosen or len(chosen) < len(layers):
-        raise InputError(f"Expected at least one layer, each once. Received: {list(layers)!r}.")
-    return sorted(chosen)
-
-
-def _start_row(row: Array, batch: int, n: int) -> Array:
-    if tuple(row.shape) not in ((n,), (batch, n)):
-        raise ShapeError(f"Expected a row of shape ({n},) or ({batch}, {n}). Received: {tuple(row.shape)}.")
-    return row
-
-
-def _slices(segments: Sequence[tuple[int, int]], n: int) -> list[slice]:
-    for start, stop in segments:
-        if not 0 <= start < stop <= n:
-            raise InputError(
-                f"Expected segments (start, stop) with 0 <= start < stop <= {n}. Received: {(start, stop)}."
-            )
-    if not segments:
-        raise InputError("Expected at least one segment. Received: none.")
-    return [slice(start, stop) for start, stop in segments]

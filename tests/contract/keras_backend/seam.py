@@ -226,9 +226,9 @@ def test_cached_layers_of_a_language_model() -> None:
 
 def test_bad_rows_and_vectors_and_nan_are_errors() -> None:
     op = attrace.trace(model(), X).ops[0]
-    with pytest.raises(InputError, match=r"query rows from 0 to 4 of attention\. Received: 5"):
+    with pytest.raises(InputError, match=r"query rows of attention from 0 to 4 .* Received: 5"):
         op.weights(5)
-    with pytest.raises(InputError, match="query rows as integers"):
+    with pytest.raises(InputError, match="query rows of attention to be given by integers"):
         op.weights([0.5])
     with pytest.raises(ShapeError, match=r"B=2 and n=5, the keys of attention\. Received: \(2, 4\)"):
         op.matvec(np.ones((2, 4)))

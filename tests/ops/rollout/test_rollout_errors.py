@@ -71,7 +71,7 @@ def test_maps(kind: type[Exception], words: str, maps: Any) -> None:
         ("Received: -3", {"layers": [-3]}),
         ("each layer once", {"layers": [0, 0]}),
         ("each layer once", {"layers": [1, -1]}),
-        ("sequence of layer indices. Received: 1", {"layers": 1}),
+        ("sequence of integers. Received: 1", {"layers": 1}),
         ("by integers. Received: 0.5", {"layers": [0.5]}),
         ("by integers. Received: True", {"layers": [True]}),
         ("target from 0 to 3.*Received: 4.*n = 4", {"target": 4}),

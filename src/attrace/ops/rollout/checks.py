@@ -54,10 +54,21 @@ def check_positions(name: str, positions: Any, n: int) -> tuple[list[int], bool]
 
 
 def check_index(name: str, value: Any, count: int, why: str) -> int:
-    if isinstance(value, bool):
+    index = check_integer(name, value)
+    if not -count <= index < count:
+        raise InputError(
+            f"Expected {name} from 0 to {count - 1} (or -{count} to -1, from the end). Received: {index}. "
+            f"Choose one within: {why}."
+        )
+    return index + count if index < 0 else index
+
+
+def check_integer(name: str, value: Any) -> int:
+    """A plain integer; flags are none."""
+    if isinstance(value, bool) or str(getattr(value, "dtype", "")).endswith("bool"):
         index = None
     elif isinstance(value, int):
-        index = value
+        return value
     else:
         try:
             index = operator.index(value)
@@ -65,12 +76,17 @@ def check_index(name: str, value: Any, count: int, why: str) -> int:
             index = None
     if index is None:
         raise InputError(f"Expected {name} to be given by integers. Received: {value!r}. Give integers.")
-    if not -count <= index < count:
+    return index
+
+
+def check_integers(name: str, values: Any) -> list[int]:
+    """Several integers, of which it is not known yet how many there are to choose from."""
+    if isinstance(values, str | bytes | dict) or not isinstance(values, Iterable):
         raise InputError(
-            f"Expected {name} from 0 to {count - 1} (or -{count} to -1, from the end). Received: {index}. "
-            f"Choose one within: {why}."
+            f"Expected {name} to be a sequence of integers. Received: {values!r}. Write {name}=[11] for one, "
+            f"{name}=range(6, 12) for a run of them."
         )
-    return index + count if index < 0 else index
+    return [check_integer(name, value) for value in values]
 
 
 def _has_axis(value: Any) -> bool:
@@ -114,12 +130,7 @@ class MapReader:
         return chosen[::-1] if top_first and chosen is not None else chosen
 
     def _check_layers(self, layers: Any) -> list[int]:
-        if isinstance(layers, (str, bytes, dict)) or not isinstance(layers, Iterable):
-            raise InputError(
-                f"Expected layers to be a sequence of layer indices. Received: {layers!r}. "
-                "Write layers=[11] for one layer, layers=range(6, 12) for a run of them."
-            )
-        given = list(layers)
+        given = check_integers("layers", layers)
         if not given:
             raise InputError(
                 "Expected at least one layer. Received: an empty list, which never means all. "
@@ -128,7 +139,7 @@ class MapReader:
         if self._count is None:
             # The length is not known yet: from the end nothing can be counted.
             chosen = [check_index("layers", layer, _ANY, "layers of a model") for layer in given]
-            if any(operator.index(layer) < 0 for layer in given):
+            if any(layer < 0 for layer in given):
                 raise InputError(
                     f"Expected layers from 0 where maps come from an iterator. Received: {given}. "
                     "Use list(maps) to count from the end."

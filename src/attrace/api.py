@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields, replace
 from importlib.metadata import PackageNotFoundError, version
@@ -177,8 +177,10 @@ def _options(method: str, heads: Heads, residual: float, discard: float, layers:
 
     if method != "auto":
         find(method)
-    if not isinstance(heads, str | bool) and isinstance(heads, Iterable):
-        heads = heads if isinstance(heads, dict | set) else tuple(heads)
+    if hasattr(heads, "tolist"):
+        heads = heads.tolist()
+    if isinstance(heads, list | Iterator):
+        heads = tuple(heads)
     elif not isinstance(heads, bool) and hasattr(heads, "__index__"):
         heads = operator.index(heads)
     return Options(

@@ -149,7 +149,21 @@ def test_explain_names_what_is_wrong_with_its_layers(layers: Any) -> None:
         attrace.explain(None, "free prize", layers=layers, method="rollout")
 
 
-@pytest.mark.parametrize("heads", [None, 1.5, object(), True, ["a"], [None], [math.nan, 1, 1, 1], {0: 1.0}])
+@pytest.mark.parametrize("heads", [None, 1.5, object(), True, ["a"], [None], [math.nan, 1, 1, 1], {0: 1.0}, b"mean"])
 def test_explain_names_what_is_wrong_with_its_heads(heads: Any) -> None:
     with pytest.raises(InputError, match=r"Expected head(s to be| weights)"):
         attrace.explain(None, "free prize", heads=heads, method="rollout")
+
+
+@pytest.mark.parametrize(
+    "heads",
+    [1, np.int64(1), np.array(1), torch.tensor(1), [0, 1, 0, 0], iter([0, 1, 0, 0]), np.eye(4)[1], torch.eye(4)[1]],
+    ids=lambda heads: type(heads).__name__,
+)
+def test_explain_takes_heads_in_any_container(heads: Any) -> None:
+    expected = attrace.explain(None, "free prize", heads=1, method="rollout")
+    found = attrace.explain(None, "free prize", heads=heads, method="rollout")
+    assert [word.share for word in found.words] == pytest.approx([word.share for word in expected.words], abs=1e-6)
+    assert found.words[0].share != pytest.approx(
+        attrace.explain(None, "free prize", heads=0, method="rollout").words[0].share, abs=1e-6
+    )

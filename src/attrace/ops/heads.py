@@ -43,7 +43,7 @@ def check_heads(heads: Heads, count: int) -> CheckedHeads:
         weights = [_check_weight(weight, head) for head, weight in enumerate(cast(Sequence[float], heads))]
     except TypeError:
         raise InputError(f"{_EXPECTED} Received: {heads!r}. Give one of these.") from None
-    if isinstance(heads, (set, frozenset, dict)):
+    if isinstance(heads, (set, frozenset, dict, bytes, bytearray)):
         raise InputError(f"{_EXPECTED} Received: a {type(heads).__name__}. Give the weights in order.")
     if len(weights) != count:
         raise InputError(

@@ -65,15 +65,13 @@ def check_index(name: str, value: Any, count: int, why: str) -> int:
 
 def check_integer(name: str, value: Any) -> int:
     """A plain integer; flags are none."""
-    if isinstance(value, bool) or str(getattr(value, "dtype", "")).endswith("bool"):
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value  # first, as above: a symbol has no attributes to ask for
+    flag = isinstance(value, bool) or str(getattr(value, "dtype", "")).endswith("bool")
+    try:
+        index = None if flag else operator.index(value)
+    except TypeError:
         index = None
-    elif isinstance(value, int):
-        return value
-    else:
-        try:
-            index = operator.index(value)
-        except TypeError:
-            index = None
     if index is None:
         raise InputError(f"Expected {name} to be given by integers. Received: {value!r}. Give integers.")
     return index

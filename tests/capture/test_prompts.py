@@ -161,6 +161,18 @@ def test_an_image_is_where_its_pixels_change_the_prompt(name: str) -> None:
                 assert where == [span.grid.token(row, column)]
 
 
+def test_five_text_tokens_with_an_image_at_the_third() -> None:  # rep-vision-span-2
+    vision = {**SMALL, "model_type": "clip_vision_model", "image_size": 24}
+    config = transformers.LlavaConfig(
+        text_config=TEXT, vision_config=vision, image_token_index=7, vision_feature_layer=-1
+    )
+    model = hugging("LlavaForConditionalGeneration", config)().eval()
+    ids = torch.tensor([[5, 6, *[7] * 9, 8, 9]])
+    (span,) = tiny.traced(model, {"input_ids": ids, "pixel_values": pictures(1, 3, 24, 24)}).geometry.prompt
+    assert (span.span, span.grid.height, span.grid.width) == ((2, 11), 3, 3)
+    assert [span.grid.token(row, column) for row in range(3) for column in range(3)] == list(range(2, 11))
+
+
 def test_a_class_token_kept_in_the_prompt_is_told_apart() -> None:
     model = llava(vision_feature_select_strategy="full").eval()
     trace = tiny.traced(model, {"input_ids": prompt(17), "pixel_values": pictures(1, 3, 32, 32)})

@@ -14,6 +14,7 @@ import weakref
 from pathlib import Path
 from typing import Any
 
+import generations
 import pytest
 import small
 import tiny
@@ -23,8 +24,9 @@ from tiny import traced
 from torch import Tensor, nn
 
 import attrace
+from attrace.capture import encoding, huggingface
 from attrace.capture.torch_ops import QueryKeyAttention, SoftmaxAttention, TorchAttention
-from attrace.errors import CaptureError
+from attrace.errors import CaptureError, ShapeError
 
 
 @pytest.fixture(autouse=True)
@@ -312,3 +314,46 @@ def test_a_trace_holds_queries_and_keys_and_no_map() -> None:
         op.rmatvec(torch.ones(1, n))
     assert tracemalloc.get_traced_memory()[1] < 1 << 20  # nothing of it in Python either
     tracemalloc.stop()
+
+
+def test_a_generation_gives_all_rows_or_an_error() -> None:  # rep-rollout-degenerate-1
+    model, given = generations.decoder("llama"), tiny.inputs(batch=1, length=3)
+    trace, output = generations.generated(model, given, do_sample=False, max_new_tokens=3)
+    assert output.sequences.shape == (1, 6)
+    whole, ids = trace.assembled(), output.sequences[:, :5]
+    assert {op.shape for op in whole.ops} == {(1, 4, 5, 5)}
+    torch.testing.assert_close(trace.rollout(), traced(model, {"input_ids": ids}).rollout(), atol=1e-5, rtol=0)
+    new_rows = [op.weights([3, 4]) for op in whole.ops]
+    with pytest.raises(ShapeError, match=r"2 rows, 5 columns\. Missing rows are not filled in"):
+        attrace.rollout(new_rows)
+    with torch.no_grad():
+        cache = model(input_ids=ids[:, :3], use_cache=True).cache
+        with attrace.record(model) as late:
+            model(input_ids=ids[:, 3:], cache=cache)
+    assert [op.shape for op in late.ops] == [(1, 4, 2, 5)] * 2
+    with pytest.raises(CaptureError, match=r"Received: 5; .* a cache that was filled before the recording"):
+        late.rollout(target=-1)
+
+
+def test_a_stock_class_is_read_as_it_is() -> None:  # rep-rollout-stockmodel-1
+    model = vit()
+    before = {name: set(vars(module)) for name, module in model.named_modules()}
+    methods = {name: module.forward.__func__ for name, module in model.named_modules()}
+    answer = traced(model, {"pixel_values": torch.randn(1, 3, 16, 16)}).rollout(target=0)
+    torch.testing.assert_close(answer.sum(-1), torch.ones(1), atol=1e-5, rtol=0)
+    assert type(model) is transformers.ViTModel
+    assert {name: set(vars(module)) for name, module in model.named_modules()} == before
+    assert {name: module.forward.__func__ for name, module in model.named_modules()} == methods
+
+
+def test_inputs_are_placed_where_the_model_is(monkeypatch: pytest.MonkeyPatch) -> None:  # rep-devices-inputs-1
+    loaded, asked, tensor = huggingface.load(None), [], torch.tensor
+
+    def placed(data: Any, *, device: torch.device) -> Tensor:
+        asked.append(device.type)
+        return tensor(data)
+
+    loaded.model.to("meta")  # it has no values: what is asked for is kept, the inputs themselves stay readable
+    monkeypatch.setattr(torch, "tensor", placed)
+    found = encoding.encode(loaded, "free prize")
+    assert asked == ["meta"] * len(found.inputs) != []

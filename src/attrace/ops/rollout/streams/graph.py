@@ -275,11 +275,14 @@ class StreamGraph:
         if (found.batch, found.length) == (batch, length):
             return state
         what = f"{length}; they were pooled, merged or cut on the way"
+        if found.length is not None and length > found.length:
+            what = f"{length}; some were added on the way, or lie in a cache that was filled before the recording"
         if found.length == length or found.batch != batch:
             what = f"{batch} x {length} for {found.batch} inputs; the batch was split or windows were made of it"
         reason = (
             f"Expected the {found.length} tokens of the stream {found.stream} in {name}. Received: {what}, which is "
-            "not supported yet. Ask for a target below it; the maps of each op are in trace.ops."
+            "not supported yet. Record the run that filled a cache, too, or ask for a target below it; the maps of "
+            "each op are in trace.ops."
         )
         parts = (Part(state, Unknown(reason)),)
         return self._make(State(found.stream, length, batch), lambda at: Gather(parts, at))

@@ -215,7 +215,10 @@ def compared(
 
 
 def difference(weights: Tensor, reference: Tensor) -> float:
-    """The largest difference in rows that attend to anything; infinite where the shapes cannot be those of one map."""
+    """The largest difference in rows that attend to anything; infinite where the two cannot be one map.
+
+    A row of zeros is a row masked whole: the reference then holds NaN there, or the same weight everywhere.
+    """
     batch, heads, queries, keys = weights.shape
     live = weights.sum(-1) != 0
     best = float("inf")
@@ -224,6 +227,9 @@ def difference(weights: Tensor, reference: Tensor) -> float:
         if ref.shape[-1] != keys or ref.numel() != weights.numel():
             continue
         for laid in layouts(ref, (batch, heads, queries, keys)):
+            empty = laid.isnan().any(-1) | (laid.amax(-1) - laid.amin(-1) <= TOLERANCE)
+            if bool((~live & ~empty).any()):
+                continue
             gap = (weights - laid.to(weights.dtype)).abs().amax(-1)
             best = min(best, float(gap[live].max()) if bool(live.any()) else 0.0)
             if best <= TOLERANCE:

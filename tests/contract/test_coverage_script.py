@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "coverage.py"
 EXPECTED = {
@@ -51,6 +52,22 @@ def test_the_script_measures_goes_on_and_writes_its_page(tmp_path: Path) -> None
     again = run("--only", "bert", "--json", str(results))
     assert again.returncode == 0
     assert set(json.loads(results.read_text())) == set(EXPECTED)
+
+
+def test_rows_of_zeros_are_no_evidence_unless_the_model_masked_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    from coverage_measure import difference
+
+    reference = torch.rand(1, 2, 3, 4).softmax(-1)
+    assert difference(reference, reference) == 0.0
+    assert difference(torch.zeros_like(reference), reference) == float("inf")
+    one = reference.clone()
+    one[0, 1, 2] = 0.0
+    assert difference(one, reference) == float("inf")
+    for masked in (0.0, 0.25, float("nan")):
+        there = reference.clone()
+        there[0, 1, 2] = masked
+        assert difference(one, there) == 0.0
 
 
 @pytest.mark.parametrize("wrong", [["--only", "no-such-type"], ["--jobs", "two"]])

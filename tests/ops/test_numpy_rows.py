@@ -47,12 +47,14 @@ def test_rows_equal_the_reference(
     np.testing.assert_allclose(single, expected[:, :, rows], atol=2e-5)
 
 
-@pytest.mark.parametrize("masked", [-np.inf, -0.7 * float(np.finfo(np.float32).max)])
-def test_what_is_filled_in_decides_a_row_in_which_all_is_masked(masked: float) -> None:
+@pytest.mark.parametrize("low", [None, -np.inf, -1e9, -0.7 * float(np.finfo(np.float32).max)])
+def test_a_row_in_which_all_is_masked_is_zero(low: float | None) -> None:
     q = np.random.default_rng(0).normal(size=(1, 1, 3, 4)).astype(np.float32)
     mask = np.array([[True, False, True], [False, False, False], [True, True, True]])
-    weights = numpy_rows.weight_rows(q, q, rows=np.arange(3), mask=mask, masked=masked)[0, 0]
-    np.testing.assert_allclose(weights[1], 0 if np.isinf(masked) else 1 / 3)
+    bias = None if low is None else np.where(mask, 0, low).astype(np.float32)
+    given = mask if low is None else None
+    weights = numpy_rows.weight_rows(q, q, rows=np.arange(3), mask=given, bias=bias)[0, 0]
+    np.testing.assert_array_equal(weights[1], 0)
     assert weights[0, 1] == 0
     np.testing.assert_allclose(weights[[0, 2]].sum(1), 1, rtol=1e-6)
 

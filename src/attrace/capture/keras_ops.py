@@ -14,9 +14,6 @@ from attrace.ops.attention.numpy_rows import Rows, weight_rows
 from attrace.ops.namespace import dtype_name, framework_of
 from attrace.types import Array
 
-LARGE_NEGATIVE = -0.7 * float(np.finfo(np.float32).max)
-"""What Keras' fused attention fills in at masked cells, on each backend; a row in which all is masked is uniform."""
-
 
 def held(x: Array) -> Array:
     """The array itself, without the graph that made it."""
@@ -50,8 +47,6 @@ class KerasFused(NumpyAttention):
     is_causal: bool = field(default=False, kw_only=True)
     scale: float | None = field(default=None, kw_only=True)
     heads_first: bool = field(default=False, kw_only=True)
-    masked: float = field(default=LARGE_NEGATIVE, kw_only=True)
-    """What the kernel fills in at masked cells."""
 
     def __post_init__(self) -> None:
         self._held = [x for x in (self.query, self.key, self.bias, self.mask) if x is not None]
@@ -84,7 +79,6 @@ class KerasFused(NumpyAttention):
             bias=None if self.bias is None else to_numpy(self.bias).astype(self.dtype, copy=False),
             mask=None if self.mask is None else to_numpy(self.mask).astype(bool, copy=False),
             causal=self.is_causal,
-            masked=self.masked,
         )
 
 

@@ -27,6 +27,7 @@ from attrace.capture.keras_streams import Frame, frame_of, joined
 from attrace.capture.numpy_ops import NumpyAttention
 from attrace.capture.trace import Trace
 from attrace.errors import CaptureError
+from attrace.ops.attention.numpy_rows import empty_rows
 from attrace.ops.namespace import dtype_name, framework_of
 from attrace.types import Array
 
@@ -53,6 +54,16 @@ class Pending:
 
     weights: Array
     name: str
+    empty: NDArray[np.bool_] | None = None
+    """The rows in which all is masked, (..., 1), where there are any."""
+
+    def read(self, used: Array) -> Array | None:
+        """The map, if it is this one that multiplied the values as `used`; rows in which all is masked are zero."""
+        found = used_map(self.weights, used)
+        if found is None or self.empty is None or prod(used.shape[:-1]) != self.empty.size:
+            return found
+        values = to_numpy(found)
+        return np.where(self.empty.reshape(*used.shape[:-1], 1), values.dtype.type(0), values)
 
 
 class Recorder:
@@ -127,7 +138,11 @@ class Recorder:
         if axis not in (None, -1, len(output.shape) - 1):
             return
         if self._has_values(output):
-            self._pending.append(Pending(held(output), self._name()))
+            scores = to_numpy(call[0][0] if call[0] else next(iter(call[1].values())))
+            empty = empty_rows(scores)
+            if empty.any():  # but not where the model itself has NaN
+                empty &= ~np.isnan(to_numpy(output)[..., :1])
+            self._pending.append(Pending(held(output), self._name(), empty if empty.any() else None))
 
     def _softmax_layer(self, layer: Any, output: Any) -> None:
         """Its own output stands for what it called: masked cells are zero, and it may go over several axes."""
@@ -135,10 +150,11 @@ class Recorder:
         count = len(output.shape)
         if count < 3 or not self._has_values(output):
             return
+        empty = None
         if len(axes) == 1 and self._pending and tuple(self._pending[-1].weights.shape) == tuple(output.shape):
-            self._pending.pop()
+            empty = self._pending.pop().empty
         if max(axis % count for axis in axes) == count - 1:
-            self._pending.append(Pending(held(output), self._name()))
+            self._pending.append(Pending(held(output), self._name(), empty))
 
     def product(self, call: Call, output: Any) -> None:
         if not self._stack or not self._pending or not self._has_values(output):
@@ -150,7 +166,7 @@ class Recorder:
         for which in (0, 1) if equation is not None else (0,):
             used, other = args[which], args[1 - which]
             for softmax in reversed(self._pending):
-                weights = used_map(softmax.weights, held(used))
+                weights = softmax.read(held(used))
                 if weights is None:
                     continue
                 self._pending.remove(softmax)
@@ -215,7 +231,6 @@ class Recorder:
                 is_causal=bool(given.get("is_causal", False)),
                 scale=given.get("scale"),
                 heads_first=True,
-                masked=-np.inf,
             )
         )
 

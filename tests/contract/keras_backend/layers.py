@@ -107,7 +107,7 @@ def test_several_axes_are_read_as_one() -> None:
     np.testing.assert_allclose(op.weights(), expected.reshape(B, 2, 12, 12), atol=1e-6)
 
 
-def test_a_row_in_which_all_is_masked_is_what_the_backend_made_of_it() -> None:
+def test_a_row_in_which_all_is_masked_is_zero() -> None:  # rep-keras-masks-2
     mask = np.ones((1, N, N), bool)
     mask[0, 2] = False
     unfused = layers.MultiHeadAttention(2, 4, dropout=0.1)
@@ -115,7 +115,7 @@ def test_a_row_in_which_all_is_masked_is_what_the_backend_made_of_it() -> None:
     (op,) = attrace.trace(unfused, QUERY, QUERY, attention_mask=mask).ops
     np.testing.assert_allclose(op.weights(), expected, atol=1e-6)
     assert (op.weights()[:, :, 2] == 0).all()
-    # The fused call fills in one large negative number: softmax makes it a uniform row.
+    # The fused call fills in one large negative number and uses a uniform row: what it means is no weight at all.
     fused = layers.MultiHeadAttention(2, N, value_dim=N)
     fused(QUERY, QUERY)
     fused._value_dense.call = lambda _: ops.convert_to_tensor(
@@ -125,8 +125,36 @@ def test_a_row_in_which_all_is_masked_is_what_the_backend_made_of_it() -> None:
     project = fused._output_dense.call
     fused._output_dense.call = lambda x: (seen.append(as_numpy(x)), project(x))[1]
     (op,) = attrace.trace(fused, QUERY, QUERY, attention_mask=mask).ops
-    np.testing.assert_allclose(op.weights(), seen[0].swapaxes(1, 2), atol=1e-6)
-    np.testing.assert_allclose(op.weights()[:, :, 2], 1 / N, atol=1e-6)
+    used = seen[0].swapaxes(1, 2)
+    np.testing.assert_allclose(used[:, :, 2], 1 / N, atol=1e-6)
+    others = [row for row in range(N) if row != 2]
+    np.testing.assert_allclose(op.weights()[:, :, others], used[:, :, others], atol=1e-6)
+    assert (op.weights()[:, :, 2] == 0).all()
+    assert np.isfinite(attrace.trace(fused, QUERY, QUERY, attention_mask=mask).rollout()).all()
+
+
+@pytest.mark.parametrize("low", [-1e9, -0.7 * float(np.finfo(np.float32).max)])
+@pytest.mark.parametrize("layered", [False, True])
+def test_a_row_to_which_a_low_number_is_added_is_zero(low: float, layered: bool) -> None:
+    class Own(layers.Layer):
+        num_heads = 1
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.normal = layers.Softmax()
+
+        def call(self, x: Any, bias: Any) -> Any:
+            scores = (ops.matmul(x, ops.transpose(x, (0, 2, 1))) + bias)[:, None]
+            weights = self.normal(scores) if layered else ops.softmax(scores)
+            return ops.matmul(weights, x[:, None])[:, 0]
+
+    bias = np.zeros((1, N, N), np.float32)
+    bias[0, 2], bias[0, 3, :2] = low, low
+    (op,) = attrace.trace(Own(), QUERY, bias).ops
+    weights = op.weights()
+    assert (weights[:, :, 2] == 0).all()
+    assert (weights[:, :, 3, :2] == 0).all()
+    np.testing.assert_allclose(np.delete(weights, 2, axis=2).sum(-1), 1, atol=1e-6)
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])

@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from attrace.ops.attention.masked import EVEN, LOWEST
+
 Rows = NDArray[np.intp]
 
 BLOCK_ELEMENTS = 1 << 21
@@ -23,14 +25,12 @@ def weight_rows(
     bias: NDArray[Any] | None = None,
     mask: NDArray[np.bool_] | None = None,
     causal: bool = False,
-    masked: float = -np.inf,
 ) -> NDArray[Any]:
-    """The given query rows of softmax(scale Q K^T + bias), masked cells set to `masked` before the softmax.
+    """The given query rows of softmax(scale Q K^T + bias).
 
     query (B, H, Q, D), key (B, K, T, D), `rows` (R,) integer -> (B, H, R, T); `bias` and `mask` (True = attend)
-    broadcast to (B, H, Q, T), `causal` lets query i see keys 0..i.  In query's dtype.  A row of nothing but -inf is
-    all zeros; with a finite `masked` a row in which all is masked is uniform, as the kernels have it that fill in a
-    large negative number.
+    broadcast to (B, H, Q, T), `causal` lets query i see keys 0..i.  In query's dtype.  A row in which all is masked is
+    all zeros.
     """
     batch, heads, _, width = query.shape
     groups, length = key.shape[1], key.shape[2]
@@ -45,14 +45,29 @@ def weight_rows(
         later = np.arange(length) > rows[:, None]
         hidden = later if hidden is None else hidden | later
     if hidden is not None:
-        np.copyto(scores, scores.dtype.type(masked), where=hidden)
+        np.copyto(scores, -np.inf, where=hidden)
+    empty = None if bias is None else empty_rows(scores)
     peak = scores.max(axis=-1, keepdims=True)
     np.copyto(peak, 0, where=np.isneginf(peak))
     scores -= peak
     np.exp(scores, out=scores)
     total = scores.sum(axis=-1, keepdims=True)
     scores /= np.where(total > 0, total, 1)
+    if empty is not None:
+        np.copyto(scores, 0, where=empty)
     return scores
+
+
+def empty_rows(scores: NDArray[Any]) -> NDArray[np.bool_]:
+    """Rows with nothing to attend to, (..., T) -> (..., 1); the rule is that of `rows.empty_rows`."""
+    top = scores.max(axis=-1, keepdims=True)
+    low: NDArray[np.bool_] = top <= LOWEST
+    if not low.any():
+        return low
+    with np.errstate(invalid="ignore"):  # of a row of nothing but -inf
+        even = top - scores.min(axis=-1, keepdims=True) <= -top * EVEN
+    found: NDArray[np.bool_] = low & (even | (top <= np.finfo(scores.dtype).min / 2))
+    return found
 
 
 def _rows_of(whole: NDArray[Any], rows: Rows) -> NDArray[Any]:

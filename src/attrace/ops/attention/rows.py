@@ -7,18 +7,13 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from attrace.ops.attention.masked import EVEN, LOWEST
 from attrace.ops.namespace import without_autocast
 
 BLOCK_ELEMENTS = 1 << 21
 """Weights held at once (B * H * rows * T): 8 MiB of float32, about the size of a last-level cache."""
 
 CHUNK = 128
-
-LOWEST = -3e4
-"""A row of scores that are all below this may be masked as a whole, if they are also the same ..."""
-
-EVEN = 1e-2
-"""... but for this share of them."""
 
 
 def working_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import keras
 import numpy as np
 import pytest
 from keras import layers, ops
+from keras.src import backend
 from keras_cases import as_numpy, numbers, returned
 from numpy.typing import NDArray
 
@@ -352,3 +354,58 @@ def test_the_same_weights_in_pytorch_give_the_same_rollout() -> None:  # rep-dev
         theirs = attrace.trace(Twin().eval(), torch.from_numpy(x))
     np.testing.assert_allclose(as_numpy(ours.output), theirs.output.numpy(), atol=1e-5)
     np.testing.assert_allclose(as_numpy(ours.rollout()), theirs.rollout().numpy(), atol=1e-5)
+
+
+def test_flash_attention_is_read_from_its_arguments(monkeypatch: pytest.MonkeyPatch) -> None:  # rep-keras-scores-3
+    layer = layers.MultiHeadAttention(2, 4)
+    expected, plain = returned(layer, QUERY, QUERY), numbers(layer(QUERY, QUERY))[0]
+    flash = layers.MultiHeadAttention(2, 4, flash_attention=True)
+    flash.build(QUERY.shape, QUERY.shape)
+    for own, other in zip(flash.weights, layer.weights, strict=True):
+        own.assign(other.value)
+    with pytest.raises((ValueError, RuntimeError)):  # a processor has no such kernel: the layer's own error passes
+        attrace.trace(flash, QUERY, QUERY)
+    attend, asked = backend.nn.dot_product_attention, []
+
+    def stand_in(*args: Any, flash_attention: bool | None = None, **kwargs: Any) -> Any:
+        asked.append(flash_attention)
+        return attend(*args, **kwargs)
+
+    monkeypatch.setattr(backend.nn, "dot_product_attention", stand_in)
+    trace = attrace.trace(flash, QUERY, QUERY)
+    assert asked == [True]
+    np.testing.assert_allclose(trace.ops[0].weights(), expected, atol=1e-6)
+    assert np.array_equal(numbers(trace.output)[0], plain)
+
+
+def test_scores_need_no_flag_of_the_layer() -> None:  # rep-keras-scores-1, rep-keras-scores-5
+    given = keras.Input((N, D))
+    layer = layers.MultiHeadAttention(2, 4)
+    model = keras.Model(given, layer(given, given))
+    (op,) = attrace.trace(model, QUERY).ops
+    np.testing.assert_allclose(op.weights(), returned(layer, QUERY, QUERY), atol=1e-6)
+    np.testing.assert_allclose(op.weights().sum(-1), 1, atol=1e-6)
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("kind", LAYERS)
+def test_a_causal_mask_stays_beside_dropout(kind: str, training: bool) -> None:  # rep-keras-masks-1
+    layer = LAYERS[kind](dropout=0.1)
+    with pytest.warns(AttraceWarning) if training else nullcontext():
+        (op,) = attrace.trace(layer, QUERY, QUERY, use_causal_mask=True, training=training).ops
+    weights = op.weights()
+    assert (weights[..., np.triu_indices(N, 1)[0], np.triu_indices(N, 1)[1]] == 0).all()
+    np.testing.assert_allclose(weights.sum(-1), 1, atol=1e-6)
+
+
+def test_a_padded_batch_in_half_precision() -> None:  # rep-keras-fp16-1
+    for dropout in (0.0, 0.1):
+        layer = layers.MultiHeadAttention(2, 4, dropout=dropout, dtype="mixed_float16")
+        mask = np.ones((B, 1, N), bool)
+        mask[1, :, 3:] = False
+        (op,) = attrace.trace(layer, QUERY, QUERY, attention_mask=mask).ops
+        weights = op.weights()
+        assert weights.dtype == np.float32
+        assert np.isfinite(weights).all()
+        assert (weights[1, :, :, 3:] == 0).all()
+        np.testing.assert_allclose(weights.sum(-1), 1, atol=5e-3)

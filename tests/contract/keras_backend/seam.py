@@ -207,7 +207,7 @@ def test_a_softmax_that_multiplies_no_values_is_no_attention() -> None:
     assert op.name.endswith("/real")
 
 
-def test_cached_layers_of_a_language_model() -> None:
+def test_cached_layers_of_a_language_model() -> None:  # rep-keras-scores-2
     """A pass with a cache, through the layers one by one: every layer's map is that of the plain pass."""
     from keras_hub.models import GPT2CausalLM
 

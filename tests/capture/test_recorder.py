@@ -302,13 +302,16 @@ def test_a_row_masked_by_a_low_number_is_zero(low: float, *, fused: bool) -> Non
     torch.testing.assert_close(weights, expected)
 
 
-def test_large_scores_alone_are_no_mask() -> None:
+@pytest.mark.parametrize(
+    ("size", "spread"), [(1e4, 1.0), (1e4, 7e-3), (1e6, 7e-3), (1e6, 1e-3), (1e9, 7e-3), (1e9, 1e-4), (1e13, 1e-3)]
+)
+def test_large_scores_alone_are_no_mask(size: float, spread: float) -> None:
     class Large(nn.Module):
         def forward(self, x: Tensor, key: Tensor) -> Tensor:
             return (x @ key.mT).softmax(-1) @ x
 
     x = torch.ones(1, 2, 5, 8)
-    key = -torch.linspace(1e4, 2e4, 5)[:, None].expand(1, 2, 5, 8)
+    key = -size * torch.linspace(1, 1 + spread, 5)[:, None].expand(1, 2, 5, 8)
     torch.testing.assert_close(
         attrace.trace(Large(), x, key).ops[0].weights(), torch.eye(5)[0].expand(1, 2, 5, 5), rtol=0, atol=1e-6
     )

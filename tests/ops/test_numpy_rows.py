@@ -6,10 +6,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from attrace.ops.attention import naive, numpy_rows
+from attrace.ops.attention import rows as torch_rows
 
 
 @given(
@@ -57,6 +59,19 @@ def test_a_row_in_which_all_is_masked_is_zero(low: float | None) -> None:
     np.testing.assert_array_equal(weights[1], 0)
     assert weights[0, 1] == 0
     np.testing.assert_allclose(weights[[0, 2]].sum(1), 1, rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_rows_are_masked_by_the_rule_of_torch(dtype: Any) -> None:
+    random = np.random.default_rng(3)
+    sizes, spreads = 10.0 ** np.arange(14), (0, 1e-9, 1e-4, 1e-2, 1)
+    rows = [random.normal(0, size * spread, 6) - size for size in sizes for spread in spreads]
+    rows += [np.full(6, low) + random.normal(0, 5, 6) for low in (-np.inf, np.finfo(np.float32).min, -65504.0, -1e9)]
+    scores = np.stack(rows).astype(dtype)
+    found = numpy_rows.empty_rows(scores)
+    assert found[-4:].all()
+    assert 0 < found.mean() < 1
+    np.testing.assert_array_equal(found, torch_rows.empty_rows(torch.as_tensor(scores)).numpy())
 
 
 def test_blocks_cover_all_rows_in_order(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -341,13 +342,16 @@ class CallByAxes:
     def why_unclear(self) -> str:
         return f"{self.op.name} (a map of shape {(*self.lead, self.queries, self.keys)}{self.unclear})"
 
-    def has_own_values(self, batch: int | None, tokens: int | None) -> bool:
-        """Whether each token weighs values of its own: sampled points or experts, not one stream of keys."""
+    def own_values(self, batch: int | None, tokens: int | None) -> Literal["", "points", "experts"]:
+        """What each token weighs where the values are its own: sampled points or experts, not one stream of keys."""
         given, heads = self.caller.given, self.caller.heads
         apart = math.prod(self.lead) // (batch or self.lead[0]) if self.lead else 1
         if self.queries > 1 or self.keys < 2 or apart in (1, heads):
-            return False
-        return heads is not None or apart == (math.prod(given[1:-1]) if len(given) > 2 else tokens)
+            return ""
+        if heads is None and apart == (math.prod(given[1:-1]) if len(given) > 2 else tokens):
+            return "experts" if len(self.lead) == 2 else "points"
+        among = len(given) > 3 and apart in given[1:]  # a place of the module's grid, not a head
+        return "points" if heads is not None or among else ""
 
     @property
     def queries(self) -> int:

@@ -331,10 +331,11 @@ class Softmaxes(Placing):
         call.lay_out(heads)
         width = value.shape[-1]
         call.beside = self._beside(caller, op.shape, width)
-        if not call.beside and call.has_own_values(batch, self._call.tokens):
-            if caller.heads is not None or len(read.lead) != 2:
-                self._unreadable(softmax, OWN_VALUES.format(tuple(softmax.map.shape)))
-                return
+        own = "" if call.beside else call.own_values(batch, self._call.tokens)
+        if own == "points":
+            self._unreadable(softmax, OWN_VALUES.format(tuple(softmax.map.shape)))
+            return
+        if own == "experts":
             call.beside, out = "experts", None
         follows = out is not None and (caller.sinks is not None or not self._is_certain(call, batch, width))
         self._begin(call, follows=follows)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from attrace.ops.attention.masked import EVEN, LOWEST
+from attrace.ops.attention.masked import EVEN, LOWEST, SPREAD, STEPS
 
 Rows = NDArray[np.intp]
 
@@ -64,9 +64,11 @@ def empty_rows(scores: NDArray[Any]) -> NDArray[np.bool_]:
     low: NDArray[np.bool_] = top <= LOWEST
     if not low.any():
         return low
+    kind = np.finfo(scores.dtype)
+    near = np.maximum(np.minimum(-top * EVEN, SPREAD), -top * (STEPS * kind.eps))
     with np.errstate(invalid="ignore"):  # of a row of nothing but -inf
-        even = top - scores.min(axis=-1, keepdims=True) <= -top * EVEN
-    found: NDArray[np.bool_] = low & (even | (top <= np.finfo(scores.dtype).min / 2))
+        even = top - scores.min(axis=-1, keepdims=True) <= near
+    found: NDArray[np.bool_] = low & (even | (top <= kind.min / 2))
     return found
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from attrace.ops.attention.masked import EVEN, LOWEST
+from attrace.ops.attention.masked import EVEN, LOWEST, SPREAD, STEPS
 from attrace.ops.namespace import without_autocast
 
 BLOCK_ELEMENTS = 1 << 21
@@ -62,15 +62,16 @@ def empty_rows(scores: Tensor, keys: int = -1) -> Tensor:
     """Rows with nothing to attend to: every key masked, by -inf or by a number so low that it leaves only itself.
 
     Masks are added as -inf, as the lowest number of the model's type or as one like -1e9.  A softmax over nothing but
-    these gives NaN or an even row; what it means is no weight at all.  scores (..., T) -> (..., 1) booleans, or the
-    same with the keys along another axis.
+    these gives NaN or an even row; what it means is no weight at all.  Scores that are low by themselves differ by
+    more.  scores (..., T) -> (..., 1) booleans, or the same with the keys along another axis.
     """
     top = scores.amax(keys, keepdim=True)
     low = top <= LOWEST
     if not bool(low.any()):
         return low
-    even = top - scores.amin(keys, keepdim=True) <= -top * EVEN
-    return low & (even | (top <= torch.finfo(scores.dtype).min / 2))
+    kind = torch.finfo(scores.dtype)
+    near = (-top * EVEN).clamp(max=SPREAD).maximum(-top * (STEPS * kind.eps))
+    return low & ((top - scores.amin(keys, keepdim=True) <= near) | (top <= kind.min / 2))
 
 
 def score_rows(query: Tensor, key: Tensor, *, rows: Tensor | None, scale: float | None = None) -> Tensor:
